@@ -22,9 +22,11 @@ import torch
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["SUMS_AS_BUILT", "VERSION", "TrainingRecord", "from_bytes", "raw", "text", "to_bytes"]
+__all__ = ["SMALL_BUFFERS", "SUMS_AS_BUILT", "VERSION", "TrainingRecord", "from_bytes", "raw", "text", "to_bytes"]
 
 VERSION = 4
+SMALL_BUFFERS = ""
+"""Among buffers, by their names: all small ones."""
 SUMS_AS_BUILT = "ds_fuyou_frozen_sums_as_built"
 """Key of a recovered checkpoint without frozen parameters, for zero/frozen_base.py: what it says of the dead run's."""
 
@@ -97,8 +99,8 @@ class TrainingRecord:
 
 
 def _buffers_in(kept: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
-    found = {name: from_bytes(data) for name, data in kept.items() if name}
-    return {**from_bytes(kept[""]), **found} if "" in kept else found
+    found = {name: from_bytes(data) for name, data in kept.items() if name != SMALL_BUFFERS}
+    return {**from_bytes(kept[SMALL_BUFFERS]), **found} if SMALL_BUFFERS in kept else found
 
 
 def to_bytes(value: object) -> bytes:

@@ -690,6 +690,7 @@ class OutOfCoreOptimizer:
         if self.finish_first is not None:
             self.finish_first()
         self._worker.is_closed = True
+        self.states.forget()
         failure = failure_of(self.options.device)  # nothing is copied any more: memory is unpinned below
         if failure:
             logger.error("closed after the device failed: %s", failure)

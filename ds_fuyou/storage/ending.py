@@ -5,9 +5,9 @@
 Closing an engine while the script runs is one, and so is an interpreter that ends because its main module ran to its
 last line, or called ``sys.exit()`` with 0 or nothing. None is: an exception that nobody caught, Ctrl-C, SIGTERM (the
 launcher sends it to all ranks when one has died), ``sys.exit()`` with anything else, or in a handler of a signal, where
-the script was interrupted. Python tells nobody at its end
-how it came there, so three things are looked at: where the main module stopped (at its return, or in the middle,
-whatever ran it: a debugger's own frames return), the last exception that was printed, and the last status that
+the script was interrupted. Python tells nobody at its end how it came there, so three things are looked at: where the
+main module stopped (at its return, or in the middle, whatever ran it: a debugger's own frames return), the last
+exception that was printed, and the last status that
 ``sys.exit``, ``exit`` or ``quit`` were given, if they were called where the main module stopped, and no step was made
 since then: somebody had caught that (a command line's ``--help`` is an exit, too). They are wrapped since
 torch was imported (``autoload.py``): in ``sys.exit(main())`` Python looks them up first. ``raise SystemExit`` without
@@ -116,11 +116,10 @@ def unclean_end() -> str:
 
 
 def by_signal() -> bool:
-    """The process ends because a signal asked it to: whoever sent that waits for its end."""
+    """The process ends because SIGTERM asked it to, or Ctrl-C: whoever did waits for its end. Not where a handler of
+    the script's own ended it: what that began, a last checkpoint, say, is to be finished."""
     if _ending.is_signalled:
         return True
-    if autoload.EXITS and autoload.EXITS[-1].by_handler:
-        return not _is_running()
     printed = _last_printed()
     is_new = isinstance(printed, KeyboardInterrupt) and printed is not _ending.printed
     return is_new and _ending.module is not None and not _is_running() and not _is_interactive()

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from ds_fuyou.host.compute_clock import Phase
-from ds_fuyou.log import current_rank, get_logger, log_once
+from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.telemetry.placement import placement_of, placement_table
 from ds_fuyou.telemetry.wear import DAY_SECS, rating_at, short_lives
@@ -133,7 +133,7 @@ class StepReport:
         self._logged_steps = 0
         self._start = self._at_log = LaneTimes()
         self._began = self._logged_at = 0.0
-        self._closed = False
+        self._closed = self._has_failed = False
         self._forget: Callable[[], None] = lambda: None
 
     def step(self, rank_state: Any) -> None:
@@ -146,7 +146,9 @@ class StepReport:
         try:
             self._step(rank_state)
         except Exception as error:
-            log_once(logging.WARNING, f"steps are not reported, training goes on: {type(error).__name__}: {error}")
+            if not self._has_failed:
+                get_logger().warning("steps are not reported, training goes on: %s: %s", type(error).__name__, error)
+            self._has_failed = True
 
     def _step(self, rank_state: Any) -> None:
         self._num_steps += 1

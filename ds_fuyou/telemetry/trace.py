@@ -11,6 +11,7 @@ at the next saved or used tensor; so they may be drawn a little too long, never 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import os
 import threading
@@ -65,6 +66,7 @@ class LaneTrace:
             raise FuyouStorageError(error.errno or 0, message, str(self.path)) from error
         self._spans = array("q")
         self._names: dict[str, int] = {}
+        self._free_numbers = itertools.count()  # another thread may have a new name, too
         self._counts = array("d")
         self._tiers: tuple[str, ...] = ()
         self._plan: Mapping[str, float] = {}
@@ -98,7 +100,9 @@ class LaneTrace:
         if len(self._spans) >= _ROW * self._max_spans:
             self.num_dropped += 1
             return
-        known = self._names.setdefault(name, len(self._names))
+        known = self._names.get(name)
+        if known is None:
+            known = self._names.setdefault(name, next(self._free_numbers))
         self._spans.extend((_NUMBERS[lane], known, begin_ns - self._origin_ns, end_ns - self._origin_ns, num_bytes))
 
     def count(self, bytes_by_tier: Mapping[str, float]) -> None:
@@ -124,7 +128,7 @@ class LaneTrace:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The Chrome trace events. Spans of a storage lane overlap, so each goes to the first free track."""
-        rank, spans, names = current_rank(), self._spans, list(self._names)
+        rank, spans, names = current_rank(), self._spans, {number: name for name, number in self._names.items()}
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"ds_fuyou rank {rank}"}}
         free_at: dict[int, int] = {}  # by track
         for at in sorted(range(0, len(spans), _ROW), key=lambda at: spans[at + 2]):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus, is_zero_param
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
@@ -39,6 +38,7 @@ __all__ = [
     "replaced",
     "settle",
     "shapes_alone",
+    "unwatch_gathers",
     "watch_forwards",
     "watch_gathers",
 ]
@@ -47,7 +47,9 @@ __all__ = [
 @dataclass
 class _Watched:
     coordinator: Any
-    wants_gradients: bool = False  # when the forward that runs began: re-entrant checkpointing turns them off inside
+    wants_gradients: bool = (
+        False  # the forward that runs, when it began: re-entrant checkpointing turns them off inside
+    )
 
 
 _GATHERING: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
@@ -117,6 +119,12 @@ def watch_gathers(module: torch.nn.Module, coordinator: Any) -> None:
     _GATHERING[module] = _Watched(coordinator)
 
 
+def unwatch_gathers(module: torch.nn.Module, coordinator: Any) -> None:
+    """The engine is destroyed, unless another one has the model by now."""
+    if module in _GATHERING and _GATHERING[module].coordinator is coordinator:
+        del _GATHERING[module]
+
+
 def for_training(fetch: Callable[..., None]) -> Callable[..., None]:
     """``fetch_sub_module``: what an evaluation under ``torch.inference_mode()`` gathers may still be gathered when
     training goes on (small parameters stay so), and autograd saves no tensor that was made in that mode."""
@@ -142,16 +150,19 @@ def not_of_persistent(register: Callable[[torch.nn.Module, Parameter], None]) ->
     @functools.wraps(register)
     def register_external_parameter(module: torch.nn.Module, parameter: Parameter) -> None:
         is_returned = getattr(parameter, "is_external_param", False)  # by a module: stock notes these
-        if is_returned or not (swaps_here(parameter) and parameter.ds_persist) or _is_recording():
+        if is_returned or not (swaps_here(parameter) and parameter.ds_persist) or _is_recording(parameter):
             register(module, parameter)
 
     return register_external_parameter
 
 
-def _is_recording() -> bool:
-    """Whether the forward that runs is of training, and DeepSpeed does not know its order yet."""
-    watched = next((_GATHERING[module] for module in reversed(FWD_MODULE_STACK) if module in _GATHERING), None)
-    return watched is not None and watched.wants_gradients and not watched.coordinator.is_complete_trace()
+def _is_recording(parameter: Parameter) -> bool:
+    """Whether a forward runs of the parameter's engine, of training, whose order DeepSpeed does not know yet."""
+    return any(
+        watched.wants_gradients and not watched.coordinator.is_complete_trace()
+        for module, watched in _GATHERING.items()
+        if any(parameter is each for each in module.parameters())
+    )
 
 
 def settle(params: Sequence[Parameter]) -> None:
@@ -176,6 +187,7 @@ def watch_forwards(module: torch.nn.Module) -> tuple[RemovableHandle, RemovableH
         watched.wants_gradients = torch.is_grad_enabled()
 
     def after(module: torch.nn.Module, *_: Any) -> None:
+        watched.wants_gradients = False
         if not torch.is_grad_enabled():
             registry = module.ds_inflight_param_registry
             for param in list(registry):

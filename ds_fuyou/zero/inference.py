@@ -37,7 +37,7 @@ from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, watch_gathers
+from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, unwatch_gathers, watch_gathers
 from ds_fuyou.zero.param_swapper import (
     PARTITION_TENSORS,
     held_bytes,
@@ -282,6 +282,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     def destroy() -> None:
         reads.is_destroyed = True
         reads.end()
+        unwatch_gathers(module, coordinator)
         stock_destroy()
 
     coordinator.fetch_sub_module = for_training(fetch_sub_module)

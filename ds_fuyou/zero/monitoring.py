@@ -23,14 +23,19 @@ __all__ = ["StepMonitor", "count_tokens", "tokens_in"]
 def count_tokens(rank_state: RankState, module: torch.nn.Module) -> RemovableHandle:
     """Until the handle is removed ``rank_state.num_tokens`` counts elements of the first input of whole numbers, of two
     dimensions or more, in every forward in training mode: token ids, as a rule. A model without such an input counts
-    nothing.
+    nothing. ``rank_state.has_begun`` says whether there was such a forward. Whatever forward begins, states that the
+    script has looked at are not kept beside it.
     """
     state = weakref.ref(rank_state)
 
     def before(called: torch.nn.Module, args: Any, kwargs: Any) -> None:
         known = state()
-        if known is not None and called.training and torch.is_grad_enabled():
-            known.forward_begins(tokens_in((args, kwargs)))
+        if known is None:
+            return
+        known.core.states.forget()
+        if called.training and torch.is_grad_enabled():
+            known.has_begun = True
+            known.num_tokens += tokens_in((args, kwargs))
 
     return module.register_forward_pre_hook(before, with_kwargs=True)
 

@@ -248,12 +248,6 @@ class RankState:
     def owns(self, param: Parameter) -> bool:
         return param.ds_id in self._spans
 
-    def forward_begins(self, num_tokens: int) -> None:
-        """In training mode, with gradients."""
-        self.has_begun = True
-        self.num_tokens += num_tokens
-        self.core.states.forget()
-
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
@@ -473,6 +467,7 @@ class RankState:
         meanwhile copies by way of the driver's own memory.
         """
         self.device.synchronize()
+        self.core.states.forget()
         for owner in self._pinned():
             owner.unpin()
         self._locks.pause()

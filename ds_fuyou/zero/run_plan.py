@@ -564,7 +564,7 @@ class RunPlan:
             return
         prediction = predict(self._time(profile), known.place)
         self._usual = watch.usual()
-        self._adopt(profile, prediction, watch.told)
+        self._adopt(profile, prediction, [cause for cause in watch.told if not cause.replans])
         waits = updates in (Updates.FORWARD, Updates.STEP)
         is_as_before = abs(prediction.iteration_secs / known.iteration_secs - 1) < _TOLD_GAP
         if current_rank() != 0 or is_as_before:

@@ -48,6 +48,7 @@ from ds_fuyou.zero.gathering import (
     release_gathered,
     replaced,
     shapes_alone,
+    unwatch_gathers,
     watch_forwards,
     watch_gathers,
 )
@@ -650,5 +651,6 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._token_count.remove()
             for hook in self._forward_hooks:
                 hook.remove()
+            unwatch_gathers(self.module, self.parameter_offload.get_param_coordinator())
             self.rank_state.close(why)
             self.fp16_partitioned_groups_flat.clear()

@@ -37,7 +37,7 @@ import numpy
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_fuyou.checkpoint.training_record import VERSION, TrainingRecord, text, to_bytes
+from ds_fuyou.checkpoint.training_record import SMALL_BUFFERS, VERSION, TrainingRecord, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.types import JsonValue
@@ -71,21 +71,20 @@ class _Buffers:
         }
 
     def changed(self) -> dict[str, bytes]:
-        """Those that a record holds, pickled, small ones together as "". Large ones are copied when they changed since the
-        last call."""
+        """Those that a record holds, pickled, small ones together. Large ones are copied if they have changed."""
         found, small = {}, dict[str, torch.Tensor]()
         for name, buffer in self.all().items():
             if self._shapes.get(name) != buffer.shape:
                 _tell_late(name)
             if buffer.nbytes <= _SMALL_BUFFER_BYTES:
-                small[name] = buffer.detach().cpu()
+                small[name] = buffer.detach().cpu().clone()  # of views no more than themselves
             elif name not in self._built or not self._built[name](buffer):
                 is_same, data = self._saved.get(name, (None, b""))
                 if is_same is None or not is_same(buffer):
                     data = to_bytes(buffer.detach().cpu())
                     self._saved[name] = _mark(buffer), data
                 found[name] = data
-        return {**found, "": to_bytes(small)} if small else found
+        return {**found, SMALL_BUFFERS: to_bytes(small)} if small else found
 
 
 def _tell_late(name: str) -> None:

@@ -165,7 +165,7 @@ def ended(what: str, directory: Path, **more: object) -> subprocess.CompletedPro
     )
 
 
-@pytest.mark.parametrize(("what", "status"), [("left", 0), ("excepted", 1)])
+@pytest.mark.parametrize(("what", "status"), [("left", 0), ("preempted", 0), ("excepted", 1)])
 def test_an_interpreter_that_ends_finishes_it(what: str, status: int, tmp_path: Path) -> None:
     process = ended(what, tmp_path)
     assert process.returncode == status, process.stderr[-4000:]

@@ -196,6 +196,21 @@ def left(engine, case: dict, folder: Path) -> dict:
     sys.exit(0)
 
 
+def preempted(engine, case: dict, folder: Path) -> dict:
+    """The script's own handler saves, and ends the process."""
+
+    def handle(*_: object) -> None:
+        engine.save_checkpoint(str(folder), tag="last")
+        threading.Timer(0.5, disk.may_write.set).start()
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, handle)
+    disk.may_write.clear()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+    return {}
+
+
 def excepted(engine, case: dict, folder: Path) -> dict:
     disk.may_write.clear()
     engine.save_checkpoint(str(folder), tag="last")
@@ -409,6 +424,7 @@ TASKS: dict[str, Callable] = {
         followed,
         destroyed,
         left,
+        preempted,
         excepted,
         signalled,
         killed,

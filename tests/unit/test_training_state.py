@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +16,7 @@ from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDSche
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from torch.optim.lr_scheduler import StepLR
 
-from ds_fuyou.checkpoint.training_record import TrainingRecord, from_bytes, raw, text, to_bytes
+from ds_fuyou.checkpoint.training_record import SMALL_BUFFERS, TrainingRecord, from_bytes, raw, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.training_state import TrainingState
 from tests.harness.models import TinyCount
@@ -78,7 +76,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 def buffers_of(taken: Any) -> set[str]:
-    return set(torch.load(io.BytesIO(base64.b64decode(taken["pickled"])), weights_only=False)["buffers"])
+    return set(TrainingRecord.decode(taken).buffers)
 
 
 def test_a_step_that_a_load_came_into_is_begun_anew_by_who_goes_on() -> None:
@@ -299,12 +297,24 @@ def test_what_cannot_be_read_is_refused_in_one_line(given: Any) -> None:
     assert "\n" not in str(told.value)
 
 
+def test_small_buffers_that_are_views_of_one_memory_are_recorded_each_by_itself() -> None:
+    """torch saves no two views of it together that differ in type, and of one view all that it lies in."""
+    run, large = Run(), torch.ones(1 << 20)
+    run.model.linear.register_buffer("some", large[:3])
+    run.model.linear.register_buffer("as_bytes", large[:3].view(torch.uint8))
+    taken = run.take()
+    assert len(taken["pickled"]) < 20_000
+    found = TrainingRecord.decode(taken).buffers
+    assert found["linear.some"].eq(1).all()
+    assert torch.equal(found["linear.as_bytes"].view(torch.float32), torch.ones(3))
+
+
 def test_small_buffers_of_format_3_are_read() -> None:
     """Each was pickled by itself, as large ones are."""
     run = Run()
     taken = run.take()
     parts = from_bytes(raw(taken["pickled"]))
-    kept = from_bytes(parts["buffers"].pop(""))
+    kept = from_bytes(parts["buffers"].pop(SMALL_BUFFERS))
     assert kept
     each = {name: to_bytes(buffer) for name, buffer in kept.items()}
     older = {**taken, "version": 3, "pickled": text(to_bytes({**parts, "buffers": {**parts["buffers"], **each}}))}
