@@ -135,6 +135,7 @@ class RunPlan:
         self.clock = StepClock(model, rank_state.clock, rank_state.device)
         self.prediction: Prediction | None = None
         self.findings = deque[Finding](maxlen=100)
+        self._told_waits: set[bool] = set()
         self._origin, self._kept_at = _Origin.EARLIER, ""
         self._usual: dict[Cause, float] = {}
         self._patience, self._clip_patience = LASTING, LASTING
@@ -566,8 +567,11 @@ class RunPlan:
         self._usual = watch.usual()
         self._adopt(profile, prediction, [cause for cause in watch.told if not cause.replans])
         waits = updates in (Updates.FORWARD, Updates.STEP)
-        is_as_before = abs(prediction.iteration_secs / known.iteration_secs - 1) < _TOLD_GAP
-        if current_rank() != 0 or is_as_before:
+        is_news = (
+            abs(prediction.iteration_secs / known.iteration_secs - 1) >= _TOLD_GAP or waits not in self._told_waits
+        )
+        self._told_waits.add(waits)
+        if current_rank() != 0 or not is_news:
             return
         get_logger().info(
             "updates %s: %.3f s a step are predicted instead of %.3f s",
