@@ -57,16 +57,16 @@ def cache_directory(*, writes: bool = True) -> Path:
         raise FuyouBuildError(
             f"the build cache {path} must be a writable directory: {error}; set {CACHE_VARIABLE} to one that is"
         ) from error
-    if writes and _is_private(found) and not os.access(path, os.W_OK):
-        raise FuyouBuildError(
-            f"the build cache {path} cannot be written ({_why_not(path)}), and what this environment needs is not "
-            f"there; set {CACHE_VARIABLE} to a directory that can be, or run `fuyou build` where it can"
-        )
     if not _is_private(found):
         raise FuyouBuildError(
             f"the build cache {path} must be writable by this user (id {os.geteuid()}) and by nobody else, whose code "
             f"would be run; found owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}. "
             f"Set {CACHE_VARIABLE} to another directory, or chmod go-w this one"
+        )
+    if writes and not os.access(path, os.W_OK):
+        raise FuyouBuildError(
+            f"the build cache {path} cannot be written ({_why_not(path)}), and what this environment needs is not "
+            f"there; set {CACHE_VARIABLE} to a directory that can be, or run `fuyou build` where it can"
         )
     return path
 

@@ -129,9 +129,8 @@ class StateAccess:
         self._kept: _Kept | None = None
 
     def updated(self, index: int) -> None:
-        """The chunk got an update: its moments are on storage from now on."""
+        """The chunk got its first update: its moments are on storage from now on."""
         self._has_moments[index] = True
-        self._kept = None
 
     def forget(self) -> None:
         """Frees what is kept of the last read."""
@@ -374,13 +373,19 @@ class StateAccess:
 
     def read_param(self, span: ParamSpan, part: int) -> torch.Tensor:
         """One parameter's fp32 value (part 0) or moment, a copy."""
+        layout = self._core.layout
+        indices = layout.chunks_of_param[span.index]
+        read: Iterable[tuple[Chunk, list[torch.Tensor]]]
+        if len(indices) == 1:
+            chunk = layout.chunks[indices[0]]
+            read = [(chunk, self._looked_at(chunk, num_parts=part + 1))]
+        else:  # the next one is read while one is copied
+            read = self.read_all(indices, with_moments=part > 0)
         pieces = []
-        for index in self._core.layout.chunks_of_param[span.index]:
-            chunk = self._core.layout.chunks[index]
+        for chunk, parts in read:
             begin, end = overlap(span, chunk)
-            values = self._looked_at(chunk, num_parts=part + 1)[part]
-            pieces.append(values[begin - chunk.begin : end - chunk.begin].clone())
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            pieces.append(parts[part][begin - chunk.begin : end - chunk.begin])
+        return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
 
     def _looked_at(self, chunk: Chunk, num_parts: int) -> list[torch.Tensor]:
         """So many parts of a chunk's state, or more, until the next call; not to be changed."""

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 SCHEMA = "ds_fuyou.profile/8"
-_BEGIN = b'{"schema": "ds_fuyou.profile/'
+_BEGIN = f'{{"schema": "{SCHEMA.partition("/")[0]}/'.encode()
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"
 

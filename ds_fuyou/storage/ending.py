@@ -7,12 +7,12 @@ last line, or called ``sys.exit()`` with 0 or nothing. None is: an exception tha
 launcher sends it to all ranks when one has died), ``sys.exit()`` with anything else, or in a handler of a signal, where
 the script was interrupted. Python tells nobody at its end how it came there, so three things are looked at: where the
 main module stopped (at its return, or in the middle, whatever ran it: a debugger's own frames return), the last
-exception that was printed, and the last status that
-``sys.exit``, ``exit`` or ``quit`` were given, if they were called where the main module stopped, and no step was made
-since then: somebody had caught that (a command line's ``--help`` is an exit, too). They are wrapped since
-torch was imported (``autoload.py``): in ``sys.exit(main())`` Python looks them up first. ``raise SystemExit`` without
-them counts as no clean end, whatever its status. Nor is it one where a thread that the interpreter waits for has ended
-by an exception (it may be the one that trained; daemons only help), or a function that runs at exit has.
+exception that was printed, and the last status that ``sys.exit``, ``exit`` or ``quit`` were given, if they were called
+where the main module stopped, and no step was made since then: somebody had caught that (a command line's ``--help`` is
+an exit, too). They are wrapped since torch was imported (``autoload.py``): in ``sys.exit(main())`` Python looks them up
+first. ``raise SystemExit`` without them counts as no clean end, whatever its status. Nor is it one where a thread that
+the interpreter waits for has ended by an exception (it may be the one that trained; daemons only help), or a function
+that runs at exit has.
 
 At a prompt, and in a notebook, a statement that fails ends nothing, and the one that built the engine returned long
 before the end. There an exception that was printed since then makes the end unclean, whichever statement it was.

@@ -46,10 +46,10 @@ __all__ = [
 
 @dataclass
 class _Watched:
+    """``wants_gradients``: the forward that runs, when it began; re-entrant checkpointing turns them off inside."""
+
     coordinator: Any
-    wants_gradients: bool = (
-        False  # the forward that runs, when it began: re-entrant checkpointing turns them off inside
-    )
+    wants_gradients: bool = False
 
 
 _GATHERING: weakref.WeakKeyDictionary[torch.nn.Module, _Watched] = weakref.WeakKeyDictionary()
