@@ -23,7 +23,7 @@ namespace fuyou {
 namespace {
 
 constexpr std::uint32_t kOne = 0x3f800000U;
-// Larger scales have no reciprocal of full precision, nor has NaN.
+// Larger scales have no reciprocal of full precision.
 constexpr float kLargestDivisor = 0x1p100F;
 // A sum with it is a whole number, in the last bits.
 constexpr float kMagic = 0x1p23F;
@@ -32,7 +32,15 @@ constexpr std::uint32_t kMagicBits = 0x4b000000U;
 // the begin of a decade, in last bits: these lack four.
 constexpr int kNearWhole = 8;
 constexpr int kNearBegin = 32;
+// From which upper half on decades are told by it, and how many, in units of 2^-16, each makes.
+constexpr int kDecadeLeast = 0x3344, kDecadeRate = 152;
 constexpr float kSmallest = 0x1p-31F;  // smaller is not told apart: the code of zero
+
+// By last bits.
+float moved(float value, int by)
+{
+    return from_bits(to_bits(value) + static_cast<std::uint32_t>(by));
+}
 
 }  // namespace
 
@@ -72,6 +80,7 @@ CodeMap::CodeMap(bool is_signed) : is_signed_(is_signed)
     }
     make_buckets();
     make_lines();
+    make_grids();
 }
 
 std::uint32_t CodeMap::nearest(float quotient) const
@@ -142,9 +151,14 @@ void CodeMap::make_lines()
         lines_.offsets[at] = static_cast<float>(offset * unit + kMagic + kNearWhole);
         lines_.most[at] =
             kMagicBits + ((code + num) << kFraction) - (std::uint32_t{1} << (kFraction - 1));
-        if (decade > 0) begins[at] = first_of(zero + code);
-        lines_.starts[at] =
-            decade > 0 ? static_cast<std::int32_t>(begins[at]) - kNearBegin : INT32_MIN;
+        if (decade > 0) {
+            begins[at] = first_of(zero + code);
+            const auto begin = static_cast<std::int32_t>(begins[at]);
+            lines_.starts[at - 1] = begin - kNearBegin;
+            for (const int near : {-kNearBegin, kNearBegin})
+                if (((begin + near) / 65536 - kDecadeLeast) * kDecadeRate / 65536 != decade - 1)
+                    throw std::logic_error("a decade begins where it is not looked for");
+        }
         code += num;
     }
     if (zero + code != 256) throw std::logic_error("decades have not the codes that there are");
@@ -162,9 +176,46 @@ void CodeMap::make_lines()
     }
 }
 
+// See [Note: numbers by arithmetic].
+void CodeMap::make_grids()
+{
+    const float* magnitudes = numbers.data() + nearest(0.0F);
+    const auto at_power = [](int power) { return static_cast<std::size_t>(127 + power) % 8; };
+    for (int decade = 1; decade < kDecades - 1; ++decade) {
+        const int power = is_signed_ ? decade - 1 : decade;
+        const std::uint32_t num = (is_signed_ ? 1U : 2U) << (decade - 1);
+        const std::uint32_t first = is_signed_ ? num : num - 1;
+        const double step = 0.9 * std::pow(10.0, decade - 7) / num;
+        const double begin = std::pow(10.0, decade - 8) + step / 2;
+        bool is_found = false;
+        for (int trial = 0; trial < 25 && !is_found; ++trial) {
+            const float factor = moved(static_cast<float>(step), trial % 5 - 2);
+            const float offset = moved(static_cast<float>(begin), trial / 5 - 2);
+            std::array<std::uint32_t, 16> rests = grids_.rests;
+            is_found = true;
+            for (std::uint32_t i = 0; i < num && is_found; ++i) {
+                const float number = std::fma(static_cast<float>(i), factor, offset);
+                const std::uint32_t rest = to_bits(magnitudes[first + i]) - to_bits(number);
+                rests[(first + i) / 16] |= (rest & 3U) << (first + i) % 16 * 2;
+                is_found = rest <= 3;
+            }
+            if (!is_found) continue;
+            grids_.rests = rests;
+            grids_.factors[at_power(power)] = factor;
+            grids_.offsets[at_power(power)] = offset;
+        }
+        if (!is_found) throw std::logic_error("the numbers of a decade are not near a line");
+    }
+    grids_.offsets[at_power(is_signed_ ? 7 : 8)] = 1.0F;
+}
+
 void CodeMap::encode(const float* values, float scale, std::uint8_t* codes, std::size_t numel,
                      [[maybe_unused]] CodePath path) const
 {
+    if (std::isnan(scale)) {  // so is what is divided by it
+        std::fill_n(codes, numel, static_cast<std::uint8_t>(nearest(scale)));
+        return;
+    }
     std::size_t done = 0;
 #if defined(__x86_64__)
     if (scale <= kLargestDivisor) {
@@ -226,8 +277,10 @@ FUYOU_AVX2 std::size_t CodeMap::encode_avx2(const float* values, float scale, st
     const auto* most_of = reinterpret_cast<const __m256i*>(lines_.most.data());
     const auto* starts_of = reinterpret_cast<const __m256i*>(lines_.starts.data());
     const __m256i most = _mm256_load_si256(most_of), starts = _mm256_load_si256(starts_of);
-    const __m256i one_starts = _mm256_set1_epi32(lines_.starts[kDecades - 1]);
-    const __m256i is_one_at = _mm256_set1_epi32(whole_number(lines_.most[kDecades - 1]));
+    const __m256i one_starts = _mm256_set1_epi32(lines_.starts[kDecades - 2]);
+    const __m256i one = _mm256_set1_epi32(whole_number(lines_.most[kDecades - 1]));
+    const __m256i least = _mm256_set1_epi32(kDecadeLeast);
+    const __m256i rate = _mm256_set1_epi32(kDecadeRate), near_begin = _mm256_set1_epi32(kNearBegin);
     const __m256i fraction = _mm256_set1_epi32((1 << kFraction) - 2 * kNearWhole);
     const __m256i starts_end = _mm256_set1_epi32(2 * kNearBegin), none = _mm256_setzero_si256();
     const __m256i magnitudes = _mm256_set1_epi32(whole_number(kMagnitude));
@@ -244,22 +297,20 @@ FUYOU_AVX2 std::size_t CodeMap::encode_avx2(const float* values, float scale, st
             // Without signs whatever is negative has zero's code.
             const __m256i magnitude =
                 is_signed ? _mm256_and_si256(bits, magnitudes) : _mm256_max_epi32(bits, none);
-            __m256i decade = none;  // less its number; of one the last but one
-            for (std::size_t d = 1; d < kDecades - 1; ++d)
-                decade = _mm256_add_epi32(
-                    decade, _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(lines_.starts[d] - 1)));
-            decade = _mm256_sub_epi32(none, decade);
+            // The number of its decade, or of the one before where that is not half past.
+            const __m256i about = _mm256_mulhi_epu16(
+                _mm256_subs_epu16(_mm256_srli_epi32(magnitude, 16), least), rate);
             const __m256i past =
-                _mm256_sub_epi32(magnitude, _mm256_permutevar8x32_epi32(starts, decade));
-            const __m256i past_one = _mm256_sub_epi32(magnitude, one_starts);
-            nearest_start = _mm256_min_epu32(nearest_start, _mm256_min_epu32(past, past_one));
+                _mm256_sub_epi32(magnitude, _mm256_permutevar8x32_epi32(starts, about));
+            const __m256i decade = _mm256_sub_epi32(about, _mm256_cmpgt_epi32(past, near_begin));
+            nearest_start = _mm256_min_epu32(nearest_start, past);
             const __m256 sum = _mm256_fmadd_ps(_mm256_castsi256_ps(magnitude),
                                                _mm256_permutevar8x32_ps(factors, decade),
                                                _mm256_permutevar8x32_ps(offsets, decade));
             const __m256i in_decade = _mm256_min_epi32(_mm256_castps_si256(sum),
                                                        _mm256_permutevar8x32_epi32(most, decade));
             const __m256i place =
-                _mm256_blendv_epi8(is_one_at, in_decade, _mm256_cmpgt_epi32(one_starts, magnitude));
+                _mm256_blendv_epi8(one, in_decade, _mm256_cmpgt_epi32(one_starts, magnitude));
             const __m256i near_whole = _mm256_cmpeq_epi32(_mm256_and_si256(place, fraction), none);
             lanes |= static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(near_whole)))
                      << (8 * k);
@@ -286,16 +337,48 @@ FUYOU_AVX2 std::size_t CodeMap::encode_avx2(const float* values, float scale, st
     return num_done;
 }
 
+// See [Note: numbers by arithmetic].
 FUYOU_AVX2 std::size_t CodeMap::decode_avx2(const std::uint8_t* codes, float scale, float* values,
                                             std::size_t numel) const
 {
     const __m256 factor = _mm256_set1_ps(scale);
+    const __m256 factors = _mm256_load_ps(grids_.factors.data());
+    const __m256 offsets = _mm256_load_ps(grids_.offsets.data());
+    const auto* rests_of = reinterpret_cast<const __m256i*>(grids_.rests.data());
+    const __m256i lower_rests = _mm256_load_si256(rests_of);
+    const __m256i upper_rests = _mm256_load_si256(rests_of + 1);
+    const __m256i zero = _mm256_set1_epi32(127), signs = _mm256_set1_epi32(INT32_MIN);
+    const __m256i one = _mm256_set1_epi32(1), none = _mm256_setzero_si256();
+    const __m256i even = _mm256_set1_epi32(30), lowest_two = _mm256_set1_epi32(3);
+    const __m256 powers = _mm256_castsi256_ps(_mm256_set1_epi32(0x7f800000));
+    const bool is_signed = is_signed_;
     const std::size_t num_done = numel / 8 * 8;
     for (std::size_t i = 0; i < num_done; i += 8) {
         const __m256i code =
             _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)));
-        const __m256 number = _mm256_i32gather_ps(numbers.data(), code, 4);
-        _mm256_storeu_ps(values + i, _mm256_mul_ps(number, factor));
+        const __m256i from_zero = is_signed ? _mm256_sub_epi32(code, zero) : code;
+        const __m256i magnitude = is_signed ? _mm256_abs_epi32(from_zero) : code;
+        const __m256 place =
+            _mm256_cvtepi32_ps(is_signed ? magnitude : _mm256_add_epi32(magnitude, one));
+        const __m256 in_decade = _mm256_sub_ps(place, _mm256_and_ps(place, powers));
+        const __m256i decade = _mm256_srli_epi32(_mm256_castps_si256(place), 23);
+        const __m256 near = _mm256_fmadd_ps(in_decade, _mm256_permutevar8x32_ps(factors, decade),
+                                            _mm256_permutevar8x32_ps(offsets, decade));
+        const __m256i sixteenth = _mm256_srli_epi32(magnitude, 4);
+        __m256i rests = _mm256_permutevar8x32_epi32(lower_rests, sixteenth);
+        if (!is_signed) {
+            const __m256 upper =
+                _mm256_castsi256_ps(_mm256_permutevar8x32_epi32(upper_rests, sixteenth));
+            const __m256 is_upper = _mm256_castsi256_ps(_mm256_slli_epi32(magnitude, 24));
+            rests =
+                _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rests), upper, is_upper));
+        }
+        const __m256i shift = _mm256_and_si256(_mm256_add_epi32(magnitude, magnitude), even);
+        const __m256i rest = _mm256_and_si256(_mm256_srlv_epi32(rests, shift), lowest_two);
+        __m256i number = _mm256_add_epi32(_mm256_castps_si256(near), rest);
+        number = _mm256_andnot_si256(_mm256_cmpeq_epi32(magnitude, none), number);
+        if (is_signed) number = _mm256_or_si256(number, _mm256_and_si256(from_zero, signs));
+        _mm256_storeu_ps(values + i, _mm256_mul_ps(_mm256_castsi256_ps(number), factor));
     }
     return num_done;
 }

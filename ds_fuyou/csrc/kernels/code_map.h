@@ -9,10 +9,17 @@
 // code begins. Those of vectors multiply by the reciprocal of the scale, which is wrong by some
 // last bits. Nor have they a table of codes in memory: the numbers of a decade are the middles of a
 // linear grid, so a code is a product and a sum, whose factors are in registers. With AVX2, whose
-// registers hold eight of these, the decade is counted. Numbers are looked up in registers with
-// AVX-512, and with VBMI byte by byte, which takes half the instructions.
+// registers hold eight of these, the decade is told by a product of the quotient's upper half,
+// which changes in the middle of decades, and by where the next one begins.
 // Whatever comes close to where another code begins, by more than both can be wrong, is coded the
 // portable way, one in some thousand. `make values` compares all quotients.
+//
+// [Note: numbers by arithmetic]
+// Numbers are looked up in registers with AVX-512, and with VBMI byte by byte, which takes half the
+// instructions. With AVX2 sixteen registers would not hold them. There a decade has twice the codes
+// of the one before, so a code counted from zero's (without signs: from the one before it) is the
+// power of two that is its decade, and what is left the place in it. A factor and an offset of the
+// decade make of this the number less 0 to 3 last bits, of which there is a table.
 #pragma once
 
 #include <array>
@@ -51,6 +58,7 @@ class CodeMap {
 
     void make_buckets();
     void make_lines();
+    void make_grids();
     std::uint32_t first_of(std::uint32_t code) const;
 
     void encode_portable(const float* values, float scale, std::uint8_t* codes,
@@ -87,14 +95,22 @@ class CodeMap {
         // its number in the last four bits.
         alignas(64) std::array<std::uint32_t, 32> begins;
         alignas(64) std::array<float, 16> factors;
-        // By its number: where it begins, less kNearBegin; of zero, from which nothing is told
-        // apart, the least.
-        alignas(64) std::array<std::int32_t, 16> starts;
+        // By its number: where the next one begins, less kNearBegin.
+        alignas(64) std::array<std::int32_t, 8> starts;
         // With kMagic, so that sums are whole numbers, and kNearWhole.
         alignas(64) std::array<float, 16> offsets;
         alignas(64) std::array<std::uint32_t, 16> most;  // bits, with kMagic
     };
     Lines lines_;
+
+    // By the lowest bits of the exponent of a place's power of two; and of each code, counted from
+    // zero's, what its number is more than the line has, two bits each.
+    struct Grids {
+        alignas(32) std::array<float, 8> factors;
+        alignas(32) std::array<float, 8> offsets;
+        alignas(64) std::array<std::uint32_t, 16> rests;
+    };
+    Grids grids_ = {};
 };
 
 }  // namespace fuyou
