@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
 import errno
 import logging
-import os
 import resource
-import signal
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,40 +35,15 @@ class IoSettings:
     num_threads: int = 4
 
 
-_AGAIN_SECS = 0.05
-
-_ownerless: list[tuple[Any, torch.Tensor]] = []
-"""Memory of dropped transfers whose end a signal did not let us await; it goes with the next one, or the process."""
-
-
 @dataclass(frozen=True)
 class Transfer:
-    """Work in flight: owns the memory until the transfer has ended. Dropped before, it waits for that end."""
+    """Work in flight. Its ticket owns the memory; dropped before the transfer has ended, it waits for that end."""
 
     ticket: Any
     memory: torch.Tensor
     what: str
     path_of: Callable[[int], Path | None]
     on_failure: Callable[[FuyouStorageError], None] | None = None
-    pid: int = field(default_factory=os.getpid)
-
-    def __del__(self) -> None:
-        """Where an error makes its owner drop it: memory that is freed may be somebody else's when the bytes come.
-
-        In a forked child nothing ends, and nothing is written to the child's memory.
-        """
-        if self.ticket.done() or os.getpid() != self.pid:
-            return
-        try:
-            self.wait_ended()
-        except BaseException as interrupt:  # of a signal handler, whatever that raises
-            _ownerless[:] = [(ticket, memory) for ticket, memory in _ownerless if not ticket.done()]
-            _ownerless.append((self.ticket, self.memory))
-            if not isinstance(interrupt, (KeyboardInterrupt, SystemExit)):
-                raise  # Python prints it, and goes on
-            # What is raised in here is lost: the signal comes again when this has returned.
-            number = signal.SIGINT if isinstance(interrupt, KeyboardInterrupt) else signal.SIGTERM
-            threading.Timer(_AGAIN_SECS, _thread.interrupt_main, (number,)).start()
 
     def done(self) -> bool:
         return bool(self.ticket.done())
@@ -203,7 +174,9 @@ class IoLane:
         num_bytes = sum(extent.num_bytes for extent in extents)
         if num_bytes > memory.numel() * memory.element_size():
             raise ValueError(f"{what}: extents hold {num_bytes} bytes, the memory {memory.nbytes}")
-        ticket = self.engine.submit(kind=kind, ranges=extents, buffer=memory.data_ptr(), priority=priority)
+        ticket = self.engine.submit(
+            kind=kind, ranges=extents, buffer=memory.data_ptr(), priority=priority, memory=memory, what=what
+        )
         return Transfer(ticket, memory, what, self._path_of, self.on_failure)
 
     def stats(self) -> dict[str, Any]:

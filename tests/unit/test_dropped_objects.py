@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -39,6 +41,43 @@ def test_memory_of_a_dropped_transfer_is_not_free_while_bytes_come(late: tuple[I
     next_owners = [aligned_tensor(NUM_BYTES) for _ in range(4)]  # one of them may get the same addresses
     assert lane.engine.num_in_flight == 0
     assert not any(memory.any() for memory in next_owners)
+
+
+def test_memory_of_a_transfer_that_an_exception_cuts_off_as_it_begins_is_not_free_while_bytes_come(
+    late: tuple[IoLane, list[Extent]],
+) -> None:
+    """A signal handler may raise before any line: here where the transfer has begun and is nobody's yet."""
+    lane, extents = late
+    begun = IoLane._submit.__code__
+
+    def interrupt(frame: FrameType, event: str, _: object) -> object:
+        if frame.f_code is begun and event == "line" and "ticket" in frame.f_locals:
+            raise KeyboardInterrupt
+        return interrupt if frame.f_code is begun else None
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        lane.read(extents, aligned_tensor(NUM_BYTES), "a read that is cut off")
+    except KeyboardInterrupt:
+        is_cut_off = True
+    else:
+        is_cut_off = False
+    finally:
+        sys.settrace(before)
+    next_owners = [aligned_tensor(NUM_BYTES) for _ in range(4)]
+    assert is_cut_off
+    assert lane.engine.num_in_flight == 0
+    assert not any(memory.any() for memory in next_owners)
+
+
+def test_a_transfer_that_is_refused_is_not_waited_for(late: tuple[IoLane, list[Extent]]) -> None:
+    lane, extents = late
+    engine = lane.engine
+    lane.close()
+    lane.engine = engine
+    with pytest.raises(RuntimeError, match=r"close\(\) was called"):
+        lane.read(extents, aligned_tensor(NUM_BYTES), "a read that is refused")
 
 
 def test_a_pass_over_states_that_is_given_up_leaves_nothing_in_flight(core) -> None:  # type: ignore[no-untyped-def]  # noqa: F811

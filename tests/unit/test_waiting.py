@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.io import IoLane, IoSettings, Transfer
 from ds_fuyou.storage.store import Extent
-from tests.harness.waits import interrupted_in
+from tests.harness.waits import Interrupts, interrupted_in, once_in
 
 NUM_BYTES = 1 << 16
 
@@ -65,45 +65,47 @@ def test_closing_the_engine_is_not_cut_short(error: type[BaseException], stalled
     assert transfer.done()
 
 
-def test_a_signal_while_a_transfer_is_dropped_is_not_lost(stalled: tuple[IoLane, list[Extent]]) -> None:
-    """And the memory stays until the bytes have come."""
-    lane, extents = stalled
-    memory = aligned_tensor(NUM_BYTES)
-    transfer = lane.read(extents, memory, "a read that nobody waits for")
-
-    def drop_and_go_on() -> None:
-        nonlocal transfer
-        del transfer
-        while True:
-            time.sleep(0.01)
-
-    with interrupted_in(waiting.wait_reporting, Transfer.__del__) as met, pytest.raises(KeyboardInterrupt):
-        drop_and_go_on()
-    assert met.num_met == 2, "in the drop, where it could not be raised, and behind it"
-    assert lane.engine.num_in_flight == 1
-    lane.engine.clear_faults()
-    lane.close()
-    assert memory.all()
+def _drop(transfers: list[Transfer]) -> None:
+    transfers.clear()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_what_a_handler_raises_while_a_transfer_is_dropped_frees_no_memory(
-    stalled: tuple[IoLane, list[Extent]],
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError])
+def test_a_signal_while_a_transfer_is_dropped_comes_when_the_bytes_have(
+    error: type[BaseException], stalled: tuple[IoLane, list[Extent]]
 ) -> None:
-    """A time limit, say. Python prints it, as all that a finaliser raises, and goes on."""
+    """Before that memory would be free, and be another's when they come."""
     lane, extents = stalled
-    memory = aligned_tensor(NUM_BYTES)
-    address, transfer = memory.data_ptr(), lane.read(extents, memory, "a read that nobody waits for")
-    del memory
-    with interrupted_in(waiting.wait_reporting, Transfer.__del__, error=TimeoutError) as met:
-        del transfer
-    assert met.num_met == 1
-    assert lane.engine.num_in_flight == 1
+    transfers = [lane.read(extents, aligned_tensor(NUM_BYTES), "a read that nobody waits for")]
+    seen: list[int] = []
+    drops = _drop.__code__.co_firstlineno + 1
+
+    def interrupt_and_go_on() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        lane.engine.clear_faults()
+
+    before = signal.signal(signal.SIGINT, Interrupts(lambda: seen.append(lane.engine.num_in_flight), error))
+    try:
+        with (
+            once_in(interrupt_and_go_on, _drop, when=lambda frame: frame.f_lineno == drops),
+            pytest.raises(error),
+        ):
+            _drop(transfers)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen == [0]
     others = [aligned_tensor(NUM_BYTES) for _ in range(4)]
-    assert address not in [other.data_ptr() for other in others]
-    lane.engine.clear_faults()
-    lane.close()
     assert not any(other.any() for other in others)
+
+
+def test_a_drop_that_lasts_is_said(stalled: tuple[IoLane, list[Extent]], capfd: pytest.CaptureFixture[str]) -> None:
+    lane, extents = stalled
+    transfers = [lane.read(extents, aligned_tensor(NUM_BYTES), "a read that stalls")]
+    transfers[0].ticket.report_secs = 0.05
+    goes_on = threading.Timer(0.5, lane.engine.clear_faults)
+    goes_on.start()
+    _drop(transfers)
+    goes_on.join()
+    assert "still waiting for a read that stalls, which was given up" in capfd.readouterr().err
 
 
 def test_what_a_wait_raises_itself_ends_it() -> None:

@@ -45,26 +45,26 @@ char* address(std::uintptr_t value)
     return reinterpret_cast<char*>(value);
 }
 
-// One asynchronous operation seen from Python: wait() once, or poll done().
-class IoTicket {
+// How an operation ended, which is told by a thread of the engine.
+class IoEnd {
   public:
-    void complete(const IoOutcome& outcome)
+    void tell(const IoOutcome& outcome)
     {
         std::lock_guard<std::mutex> lock(mutex_);
         outcome_ = outcome;
-        done_ = true;
-        changed_.notify_all();
+        is_told_ = true;
+        told_.notify_all();
     }
-    bool done() const
+    bool is_told() const
     {
         std::lock_guard<std::mutex> lock(mutex_);
-        return done_;
+        return is_told_;
     }
     bool wait(double timeout_secs)
     {
         std::unique_lock<std::mutex> lock(mutex_);
-        return changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
-                                 [this] { return done_; });
+        return told_.wait_for(lock, std::chrono::duration<double>(timeout_secs),
+                              [this] { return is_told_; });
     }
     IoOutcome outcome() const
     {
@@ -74,14 +74,55 @@ class IoTicket {
 
   private:
     mutable std::mutex mutex_;
-    std::condition_variable changed_;
-    bool done_ = false;
+    std::condition_variable told_;
+    bool is_told_ = false;
     IoOutcome outcome_;
 };
 
-std::shared_ptr<IoTicket> submit(IoEngine& engine, IoKind kind,
+// One asynchronous operation seen from Python: wait() once, or poll done(). It owns the memory, and
+// whoever drops it waits for the end: freed, memory may be somebody else's when the bytes come, and
+// a place on storage may be written anew. That happens wherever an error, or what a signal handler
+// raises, makes Python drop it, so it is not left to Python, where a handler may run before any
+// line. Handlers run after it. In a forked child nothing ends, and nothing is written to its
+// memory.
+class IoTicket {
+  public:
+    IoTicket(py::object memory, py::str what) : memory_(std::move(memory)), what_(std::move(what))
+    {
+    }
+    IoTicket(const IoTicket&) = delete;
+    IoTicket& operator=(const IoTicket&) = delete;
+    ~IoTicket()
+    {
+        if (pid_ != getpid()) return;
+        for (double secs = report_secs; !done() && !waited(report_secs); secs += report_secs)
+            PySys_FormatStderr("ds_fuyou: still waiting for %U, which was given up (%d s)\n",
+                               what_.ptr(), static_cast<int>(secs));
+    }
+    void begun() { pid_ = getpid(); }
+    const std::shared_ptr<IoEnd>& end() const { return end_; }
+    bool done() const { return end_->is_told(); }
+    bool wait(double timeout_secs) { return end_->wait(timeout_secs); }
+    IoOutcome outcome() const { return end_->outcome(); }
+
+    double report_secs = 30.0;  // who drops it and waits longer says so, and again after as long
+
+  private:
+    bool waited(double secs)
+    {
+        const py::gil_scoped_release no_gil;
+        return end_->wait(secs);
+    }
+
+    py::object memory_;
+    py::str what_;
+    std::shared_ptr<IoEnd> end_ = std::make_shared<IoEnd>();
+    pid_t pid_ = 0;  // 0: it was refused, and nothing will end
+};
+
+std::unique_ptr<IoTicket> submit(IoEngine& engine, IoKind kind,
                                  const std::vector<RangeTuple>& ranges, std::uintptr_t buffer,
-                                 std::int64_t priority)
+                                 std::int64_t priority, py::object memory, py::str what)
 {
     std::vector<IoExtent> extents;
     char* cursor = address(buffer);
@@ -89,9 +130,10 @@ std::shared_ptr<IoTicket> submit(IoEngine& engine, IoKind kind,
         extents.push_back({fd, offset, cursor, num_bytes});
         cursor += num_bytes;
     }
-    auto ticket = std::make_shared<IoTicket>();
+    auto ticket = std::make_unique<IoTicket>(std::move(memory), std::move(what));
     engine.submit(kind, std::move(extents), priority,
-                  [ticket](const IoOutcome& outcome) { ticket->complete(outcome); });
+                  [end = ticket->end()](const IoOutcome& outcome) { end->tell(outcome); });
+    ticket->begun();
     return ticket;
 }
 
@@ -201,10 +243,11 @@ void bind_io(py::module_& m)
         .def_readonly("num_operations", &IoLaneStats::num_operations)
         .def_readonly("num_bytes", &IoLaneStats::num_bytes)
         .def_readonly("busy_secs", &IoLaneStats::busy_secs);
-    py::class_<IoTicket, std::shared_ptr<IoTicket>>(m, "IoTicket")
+    py::class_<IoTicket>(m, "IoTicket")
         .def("done", &IoTicket::done)
         .def("wait", &IoTicket::wait, NoGil())
-        .def("outcome", &IoTicket::outcome);
+        .def("outcome", &IoTicket::outcome)
+        .def_readwrite("report_secs", &IoTicket::report_secs);
     py::class_<IoEngine, std::shared_ptr<IoEngine>>(m, "IoEngine")
         .def(py::init([](IoBackend backend, unsigned queue_depth, std::uint64_t block_bytes,
                          unsigned num_threads) {
@@ -218,7 +261,7 @@ void bind_io(py::module_& m)
              py::arg("backend"), py::arg("queue_depth"), py::arg("block_bytes"),
              py::arg("num_threads"))
         .def("submit", &submit, py::arg("kind"), py::arg("ranges"), py::arg("buffer"),
-             py::arg("priority"))
+             py::arg("priority"), py::arg("memory"), py::arg("what"))
         .def(
             "register_buffer",
             [](IoEngine& engine, std::uintptr_t buffer, std::uint64_t num_bytes) {
