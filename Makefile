@@ -108,7 +108,7 @@ soak: setup
 values:
 	mkdir -p .work
 	$${CXX:-g++} -std=c++17 -O3 -march=native -fopenmp -I ds_fuyou/csrc tests/csrc/values/all_values.cpp \
-		ds_fuyou/csrc/pipeline/state_block.cpp ds_fuyou/csrc/kernels/elementwise.cpp \
+		ds_fuyou/csrc/pipeline/state_block.cpp ds_fuyou/csrc/pipeline/update_team.cpp ds_fuyou/csrc/kernels/elementwise.cpp \
 		ds_fuyou/csrc/kernels/code_map.cpp ds_fuyou/csrc/kernels/moments.cpp ds_fuyou/csrc/kernels/place_sum.cpp \
 		-o .work/all_values
 	.work/all_values

@@ -11,6 +11,7 @@
 
 #include "harness.h"
 #include "pipeline_fixture.h"
+#include "teams.h"
 
 using namespace fixture;
 
@@ -192,7 +193,7 @@ struct Trained {
     }
     StateBlock block(int which) { return {memory[which].data(), layout}; }
     void update(const std::vector<float>& gradient, const std::vector<UpdateSegment>& segments,
-                bool in_place, int num_threads)
+                bool in_place, UpdateTeam* team = nullptr)
     {
         BlockUpdate how;
         how.from = block(at);
@@ -205,7 +206,7 @@ struct Trained {
         how.gradient_type = ElementType::kFloat32;
         how.param16 = reinterpret_cast<char*>(param16.data());
         how.checked = true;
-        sums = update_block(how, segments, num_threads);
+        sums = update_block(how, segments, team);
         if (how.from.memory != how.to.memory) CHECK(memory[1 - at] == before);
     }
     std::vector<char> whole()
@@ -255,7 +256,7 @@ TEST(updates_of_rounded_moments_equal_those_that_are_rounded_behind)
 {
     std::mt19937 random(3);
     const auto rule = std::make_shared<MixRule>();
-    for (const std::uint64_t numel : {1U, 255U, 3000U, 16384U + 300U, 50001U}) {
+    for (const std::uint64_t numel : {1U, 255U, 3000U, 16384U + 300U, 70001U}) {
         for (const MomentType type : kTypes) {
             for (const bool splits : {false, true}) {
                 std::vector<std::uint64_t> cuts;
@@ -276,10 +277,11 @@ TEST(updates_of_rounded_moments_equal_those_that_are_rounded_behind)
                         segments.push_back({at, end, random() % 3 == 0 ? nullptr : rule});
                         at = end;
                     }
-                    reference.update(gradient, segments, true, 1);
+                    reference.update(gradient, segments, true);
                     if (type != MomentType::kFloat32)
                         round_moments(reference.block(0), type, segments, cuts);
-                    ours.update(gradient, segments, step % 2 == 0, 1 + step % 2);
+                    ours.update(gradient, segments, step % 2 == 0,
+                                step % 2 == 0 ? nullptr : &team_of_two());
                     CHECK(ours.whole() == reference.whole());
                     CHECK(ours.param16 == reference.param16);
                     CHECK(ours.sums.updated == reference.block(0).sums(0, numel));
@@ -298,7 +300,7 @@ TEST(a_parameter_that_is_not_updated_keeps_its_moments_whatever_its_neighbours_d
         Trained ours(numel, MomentType::kInt8, splits, cuts);
         std::vector<float> gradient(numel, 1.0F);
         for (std::uint64_t i = 0; i < numel; i += 3) gradient[i] = -2.0F;  // a block's largest
-        ours.update(gradient, {{0, numel, rule}}, true, 1);
+        ours.update(gradient, {{0, numel, rule}}, true);
         const BlockLayout seen = whole_layout(numel);
         std::vector<char> before = ours.whole();
         for (int step = 0; step < 20; ++step) {
@@ -307,7 +309,7 @@ TEST(a_parameter_that_is_not_updated_keeps_its_moments_whatever_its_neighbours_d
                 segments.push_back({i == 0 ? 0 : cuts[i - 1], i == cuts.size() ? numel : cuts[i],
                                     i % 2 == 0 ? nullptr : rule});
             for (float& value : gradient) value *= 1.5F;
-            ours.update(gradient, segments, step % 2 == 0, 1);
+            ours.update(gradient, segments, step % 2 == 0);
             std::vector<char> after = ours.whole();
             const StateBlock was{before.data(), seen}, is{after.data(), seen};
             std::size_t num_changed = 0, num_kept = 0;
@@ -350,7 +352,7 @@ TEST(whole_masters_that_go_to_a_split_block_are_updated_in_both)
                                                  {700, numel, std::make_shared<MixRule>()}};
     for (const MomentType type : kTypes) {
         Trained whole(numel, type, false), split(numel, type, true);
-        whole.update(gradient, {{0, numel, std::make_shared<MixRule>()}}, true, 1);
+        whole.update(gradient, {{0, numel, std::make_shared<MixRule>()}}, true);
         BlockUpdate how;
         how.from = whole.block(0);
         how.to = split.block(0);
@@ -358,13 +360,13 @@ TEST(whole_masters_that_go_to_a_split_block_are_updated_in_both)
         how.gradient = reinterpret_cast<const char*>(gradient.data());
         how.gradient_type = ElementType::kFloat32;
         how.param16 = reinterpret_cast<char*>(split.param16.data());
-        update_block(how, segments, 1);
+        update_block(how, segments);
         CHECK(whole.whole() == split.whole());
         how.from = split.block(0);  // and back
         how.to = whole.block(0);
         how.high_was_read = true;
         const std::vector<char> before = split.whole();
-        update_block(how, {{0, numel, nullptr}}, 1);
+        update_block(how, {{0, numel, nullptr}});
         CHECK(whole.whole() == before);
     }
 }

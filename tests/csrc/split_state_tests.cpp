@@ -10,6 +10,7 @@
 
 #include "harness.h"
 #include "pipeline_fixture.h"
+#include "teams.h"
 
 using namespace fixture;
 
@@ -52,7 +53,7 @@ class Coded {
         how.param16 = reinterpret_cast<char*>(param16.data());
         how.keeps_high = keeps_high;
         how.checked = true;
-        result = update_block(how, {{0, numel, std::make_shared<NoRule>()}}, 2);
+        result = update_block(how, {{0, numel, std::make_shared<NoRule>()}}, &team_of_two());
     }
     StateBlock block() { return {split_.data(), split_layout(numel)}; }
     // Of the bits that come back, how many are others.
@@ -371,7 +372,8 @@ TEST(bfloat16_masters_move_half_as_much_and_keep_every_bit)
         how.param16 = reinterpret_cast<char*>(param16.data());
         how.keeps_high = keeps_high;
         const BlockForm form =
-            update_block(how, {{0, values.size(), std::make_shared<NoRule>()}}, 2).form;
+            update_block(how, {{0, values.size(), std::make_shared<NoRule>()}}, &team_of_two())
+                .form;
         CHECK(form.is_joinable && form.has_high == keeps_high);
         if (!keeps_high) std::fill_n(how.to.high(), values.size(), std::uint16_t{0x5555});
         const char* params = reinterpret_cast<const char*>(param16.data());
@@ -403,12 +405,12 @@ TEST(a_gradient_is_rounded_before_it_is_scaled_where_masters_are_bfloat16)
     how.gradient_type = ElementType::kFloat32;
     how.param16 = reinterpret_cast<char*>(param16.data());
     how.multiplier = 0.7F;
-    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}}, 1);
+    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}});
     const float narrow = value_of(std::uint32_t{rounded(bits_of(third))} << 16);
     CHECK(param16[99] == rounded(bits_of(narrow * 0.7F)));
     how.narrows_gradient = false;
     how.multiplier = 1.01F;
-    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}}, 1);
+    update_block(how, {{0, 100, std::make_shared<KeepGradient>()}});
     CHECK(param16[99] == rounded(bits_of(third * 1.01F)));
     CHECK(param16[99] != rounded(bits_of(narrow * 1.01F)));
 }

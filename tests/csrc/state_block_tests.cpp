@@ -7,6 +7,7 @@
 #include "harness.h"
 #include "kernels/place_sum.h"
 #include "pipeline_fixture.h"
+#include "teams.h"
 
 using namespace fixture;
 
@@ -53,7 +54,7 @@ struct Values {
         how.param16 = reinterpret_cast<char*>(param16.data());
         how.param_type = ElementType::kFloat32;
         how.checked = true;
-        return update_block(how, segments, 2);
+        return update_block(how, segments, &team_of_two());
     }
     bool element_is(std::uint64_t i, const Values& other) const
     {

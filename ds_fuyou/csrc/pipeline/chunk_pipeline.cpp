@@ -15,7 +15,7 @@
 namespace fuyou {
 
 ChunkPipeline::ChunkPipeline(IoEngine* io, AlignedPool* staging, int num_update_threads)
-    : io_(io), staging_(staging), num_update_threads_(std::max(1, num_update_threads))
+    : io_(io), staging_(staging), team_(num_update_threads)
 {
     worker_ = std::thread([this] { run(); });
 }

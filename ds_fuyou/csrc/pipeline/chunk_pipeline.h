@@ -7,7 +7,8 @@
 //   * The training thread (and the committer) call the public functions. They may wait: for one
 //     chunk on `chunk_changed_`, for a generation on `durable_`.
 //   * The worker thread owned here starts reads, runs updates and starts writes. It waits only for
-//     "there may be something to do" on `work_`, never for a particular chunk, memory or a commit.
+//     "there may be something to do" on `work_`, never for a particular chunk, memory or a commit;
+//     and, without the mutex, for those of its team that help it (update_team.h).
 //   * The I/O engine's threads run completions; these take the mutex, change a job's state and
 //     signal. They never wait.
 // Everything below `mutex_` is guarded by it; it is released while an update runs. A job's staging
@@ -79,6 +80,7 @@
 #include "memory/aligned_pool.h"
 #include "pipeline/pace.h"
 #include "pipeline/state_block.h"
+#include "pipeline/update_team.h"
 
 namespace fuyou {
 
@@ -350,7 +352,7 @@ class ChunkPipeline {
     IoEngine* io_;
     AlignedPool* staging_;
     std::shared_ptr<const void> staging_owner_;  // null of the first one
-    int num_update_threads_;
+    UpdateTeam team_;
     mutable std::mutex mutex_;
     std::condition_variable work_;           // the worker's
     std::condition_variable chunk_changed_;  // of those counted in a chunk's num_waiters

@@ -56,6 +56,7 @@ bool lies_in(const FileRanges& ranges, const IoOutcome& outcome)
 // The worker, until it is stopped and no transfer needs its memory any more.
 void ChunkPipeline::run()
 {
+    stay_single_threaded();
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {
         try {
@@ -370,7 +371,7 @@ void ChunkPipeline::update(Job& job)
     how.keeps_high = !to.param_on_storage() || is_in_place;
     how.narrows_gradient = !chunk.spec.stored.has_low;
     how.checked = checksum_ && !(chunk.resident() && to.resident());
-    job.sums = update_block(how, job.update.segments, num_update_threads_);
+    job.sums = update_block(how, job.update.segments, &team_);
     if (job.param16 != nullptr) {  // what fills the last page is somebody's old memory
         const std::uint64_t used = chunk.spec.numel() * element_bytes(chunk.spec.param_type);
         std::memset(job.param16 + used, 0, chunk.param_bytes() - used);

@@ -2,9 +2,11 @@
 #include "pipeline/state_block.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -17,7 +19,7 @@ namespace {
 // scale, update, sum, narrow or split); smaller ones would show what a call of the kernel costs. A
 // multiple of kKernelBlockElements, so that results equal those of one call.
 constexpr std::uint64_t kTileElements = 2048;
-constexpr int kTilesAtOnce = 32;  // that a thread takes
+constexpr std::uint64_t kElementsAtOnce = 32 * kTileElements;  // that a thread takes
 static_assert(kTileElements % kKernelBlockElements == 0);
 static_assert(kTileElements % kCodeBlock == 0);
 
@@ -406,38 +408,45 @@ StateSums StateBlock::sums(std::uint64_t begin, std::uint64_t end) const
 }
 
 BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>& segments,
-                       int num_threads)
+                       UpdateTeam* team)
 {
     const std::uint64_t numel = how.from.layout.numel;
     check_segments(segments, numel);
-    const auto num_tiles = static_cast<std::ptrdiff_t>((numel + kTileElements - 1) / kTileElements);
     std::unique_ptr<const SplitSource> split;
     if (how.from.layout.is_split) {
         split = std::make_unique<SplitSource>(how.from, how.old_param16, how.high_was_read);
         if (!split->is_readable()) return {false, {}, {}, {}};
     }
     TileResult whole;
-    std::exception_ptr failure;  // none may leave a parallel region
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_tiles > 1)
-    {
+    std::exception_ptr failure;
+    std::mutex mutex;  // of both
+    std::atomic<std::uint64_t> next{0};
+    const auto take_part = [&] {
         TileResult own;
-#pragma omp for schedule(dynamic, kTilesAtOnce) nowait
-        for (std::ptrdiff_t i = 0; i < num_tiles; ++i) {
-            const std::uint64_t begin = static_cast<std::uint64_t>(i) * kTileElements;
-            const std::uint64_t end = std::min(begin + kTileElements, numel);
-            try {
-                update_tile(open_tile(how, split.get(), begin, end), how, segments, own);
-            } catch (...) {
-#pragma omp critical(fuyou_update)
-                failure = std::current_exception();
+        std::exception_ptr own_failure;
+        try {
+            while (true) {
+                const std::uint64_t first = next.fetch_add(kElementsAtOnce);
+                if (first >= numel) break;
+                const std::uint64_t last = std::min(first + kElementsAtOnce, numel);
+                for (std::uint64_t begin = first; begin < last; begin += kTileElements) {
+                    const std::uint64_t end = std::min(begin + kTileElements, last);
+                    update_tile(open_tile(how, split.get(), begin, end), how, segments, own);
+                }
             }
+        } catch (...) {
+            own_failure = std::current_exception();
         }
-#pragma omp critical(fuyou_update)
-        {
-            whole.sums.read += own.sums.read;
-            whole.sums.updated += own.sums.updated;
-            whole.joints.insert(whole.joints.end(), own.joints.begin(), own.joints.end());
-        }
+        std::lock_guard<std::mutex> lock(mutex);
+        whole.sums.read += own.sums.read;
+        whole.sums.updated += own.sums.updated;
+        whole.joints.insert(whole.joints.end(), own.joints.begin(), own.joints.end());
+        if (own_failure) failure = own_failure;
+    };
+    if (team != nullptr && numel > kElementsAtOnce) {
+        team->run(take_part);
+    } else {
+        take_part();
     }
     if (failure) std::rethrow_exception(failure);
     if (how.to.layout.is_split) whole.sums.form = list_joints(how, whole.joints);

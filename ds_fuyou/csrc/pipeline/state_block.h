@@ -11,6 +11,7 @@
 #include "kernels/update_rule.h"
 #include "memory/aligned_pool.h"
 #include "pipeline/block_layout.h"
+#include "pipeline/update_team.h"
 
 namespace fuyou {
 
@@ -129,8 +130,9 @@ struct BlockSums {
 
 // Segments must cover the chunk, in order. Every element gets the bits that its rule would give it
 // if the whole chunk had that rule: where segments meet changes nothing. Throws what a rule throws.
+// `team`: shares the work; null: this thread does it alone.
 BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>& segments,
-                       int num_threads);
+                       UpdateTeam* team = nullptr);
 
 // `to`, whole := what `from` holds, in any layout and of as many moments, or none. False if `from`
 // contradicts itself, or needs P16 that is null.

@@ -46,7 +46,7 @@ void check(std::uint32_t high, Counts& counts)
     how.gradient = reinterpret_cast<const char*>(gradient.data());
     how.gradient_type = ElementType::kFloat32;
     how.param16 = reinterpret_cast<char*>(param16.data());
-    const BlockForm form = update_block(how, {{0, kNumel, std::make_shared<NoRule>()}}, 1).form;
+    const BlockForm form = update_block(how, {{0, kNumel, std::make_shared<NoRule>()}}).form;
     const char* params = form.has_high ? nullptr : how.param16;
     BlockLayout alone = whole;
     alone.num_moments = 0;
