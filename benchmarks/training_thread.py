@@ -3,6 +3,7 @@
 
 python -m benchmarks.training_thread                        forward, backward, step and evaluation of each variant
 python -m benchmarks.training_thread --profile fuyou_all_nvme --part backward     where its time goes, by function
+python -m benchmarks.training_thread --gathered     the same with parameters that do not stay gathered, as large ones do
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--profile", choices=VARIANTS)
     parser.add_argument("--part", choices=PARTS, default="evaluation", help="what is profiled")
     parser.add_argument("--rounds", type=int, default=3, help="bursts a variant, in turns; the least counts")
+    parser.add_argument("--gathered", action="store_true", help="parameters do not stay gathered")
     arguments = parser.parse_args()
     profiled = None if arguments.profile is None else arguments.part
     variants = VARIANTS if arguments.profile is None else (arguments.profile,)
@@ -77,6 +79,8 @@ def main() -> None:
         for variant in variants:
             (Path(scratch) / variant).mkdir()
             config = config_of(variant, Path(scratch) / variant, StockTuning(), 1, 0.0)
+            if arguments.gathered:
+                config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
             specs[variant] = {"model": MODEL, "batch": 1, "mode": "train", "config": config}
         with started(specs, Path(scratch)) as workers:
             found: dict[str, list[dict[str, Any]]] = {worker.name: [] for worker in workers}

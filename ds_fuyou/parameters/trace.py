@@ -19,8 +19,8 @@ from __future__ import annotations
 import bisect
 import heapq
 import sys
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from itertools import islice
 from typing import Any
 
 __all__ = ["AccessTrace", "Ahead"]
@@ -28,6 +28,7 @@ __all__ = ["AccessTrace", "Ahead"]
 LONGEST_TRACE = 1 << 17
 """Uses remembered: an evaluation, or serving without steps, may last for days."""
 _MOST_PLACES = 16
+_MOST_LOOKED_AT = 4096
 _LONGEST_PAST = 256
 _NEAR = 8
 _USES_NEAR = 16
@@ -47,7 +48,6 @@ class AccessTrace:
         self._history: list[Any] = []
         self._forgotten = 0
         self._places: dict[Hashable, list[int]] = {}
-        self._behind: dict[tuple[Any, Any], deque[int]] = {}  # the last places of an item behind another one
         self._step = (0, 0)  # where the last step began, and where it ended
         self._next_step: tuple[int, int | None] = (-1, None)  # at a turn
         self._held = 0  # uses in a row that were not expected, and changed nothing
@@ -122,11 +122,6 @@ class AccessTrace:
     def _note(self, item: Hashable) -> None:
         history, places = self._history, self._places.get(item)
         now = self._forgotten + len(history)
-        pair = (history[-1] if history else None, item)
-        behind = self._behind.get(pair)
-        if behind is None:
-            behind = self._behind[pair] = deque(maxlen=_MOST_PLACES)
-        behind.append(now)
         if places is None:
             self._places[item] = [now]
         else:
@@ -157,9 +152,9 @@ class AccessTrace:
         self.turn += 1
         self._held = 0
         here = self.now - 1
-        places = self._places[item][-_MOST_PLACES - 1 : -1]
+        places = self._places[item][-_MOST_LOOKED_AT - 1 : -1]
         if len(self._history) > 1:
-            places = sorted({*places, *self._behind[self._history[-2], item]} - {here})
+            places = sorted({*places[-_MOST_PLACES:], *self._behind(self._history[-2], places)})
         longest, best = 0, None
         for place in reversed(places):
             length = self._common_past(place, here)
@@ -171,6 +166,12 @@ class AccessTrace:
             self.period = here - best
         elif self.period:
             self.period += 1  # never seen: what was expected comes after it
+
+    def _behind(self, before: Any, places: list[int]) -> list[int]:
+        """The last of these places that are behind that item."""
+        history, forgotten = self._history, self._forgotten
+        behind = (place for place in reversed(places) if place > forgotten and history[place - forgotten - 1] is before)
+        return list(islice(behind, _MOST_PLACES))
 
     def _common_past(self, place: int, here: int) -> int:
         """How many uses up to ``place`` are those up to ``here``."""
@@ -189,12 +190,6 @@ class AccessTrace:
             del places[: bisect.bisect_left(places, self._forgotten)]
             if not places:
                 del self._places[item]
-        for pair in list(self._behind):
-            behind = self._behind[pair]
-            while behind and behind[0] < self._forgotten:
-                behind.popleft()
-            if not behind:
-                del self._behind[pair]
         if self.period > len(self._history):
             self.period = len(self._history)
             self.turn += 1

@@ -299,10 +299,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         self._token_count = count_tokens(state, self.module)
         self._tier_bytes = TierBytes(state, state.device.allocated_bytes)
-        clock = state.clock
+        clock, on_host = state.clock, state.device.is_host
         compute = None if state.trace is None else ComputeSpans(state.trace, self.module, self._tier_bytes, clock)
         self._compute_spans = compute
-        sweep = None if state.device.is_host else self.gradient_flow.sweep
+        sweep = None if on_host else self.gradient_flow.sweep
 
         def fetch_sub_module(current_submodule: torch.nn.Module, forward: bool) -> None:
             if compute is not None:
@@ -311,7 +311,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                 sweep()
             params = iter_module_params(current_submodule)
             recorder = self.run_plan.clock.recorder
-            waits = any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
+            # Where the device is the host nobody tells waits apart.
+            waits = not on_host and any(param.ds_status is not ZeroParamStatus.AVAILABLE for param in params)
             if waits or recorder is not None:
                 with (
                     nullcontext() if recorder is None else recorder.paused(),
@@ -320,7 +321,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                     state.before_module(params)
                     stock_fetch(current_submodule, forward)
             else:
-                state.before_module(params)
+                if params:
+                    state.before_module(params)
                 stock_fetch(current_submodule, forward)
             if params and state.activations is not None:
                 index.note(params)

@@ -49,7 +49,8 @@ def iter_module_params(module: torch.nn.Module) -> Sequence[Parameter]:
         params = iter_params(module, recurse=is_leaf)
     else:
         params = module._parameters.values()  # what iter_params() finds then, without its walk
-    return [*{param.ds_id: param for param in params if param is not None}.values()]
+    found = [param for param in params if param is not None]
+    return found if len(found) < 2 else [*{param.ds_id: param for param in found}.values()]
 
 
 def without_prefetch_to_host(coordinator: Any) -> None:
