@@ -60,7 +60,11 @@ REQUIRED: tuple[RequiredName, ...] = (
         ("_configure_zero_optimizer", "self optimizer", "plugin: the stage-3 class is substituted while it runs"),
         ("offload_states", "self include device", "plugin: gathered parameters are released instead"),
         ("empty_partition_cache", "self", "plugin: called by offload_states"),
-        ("_configure_optimizer", "self client_optimizer model_parameters", "plugin: wrapped under fuyou verify"),
+        (
+            "_configure_optimizer",
+            "self client_optimizer model_parameters",
+            "plugin: empty groups stay; fuyou verify",
+        ),
         ("backward", "self loss", "plugin: wrapped under fuyou verify"),
         ("step", "self", "plugin: wrapped, a step is committed at its end; under fuyou verify"),
         ("load_checkpoint", "self load_dir tag", "plugin: wrapped, what was loaded is committed"),

@@ -250,6 +250,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         on_import=True,
     ),
     PatchPoint(
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine._configure_optimizer",
+        "groups without parameters stay in the script's optimizer",
+        _from_zero("optimizer_object:keeping_empty_groups"),
+    ),
+    PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "AsyncPartitionedParameterSwapper",
         "zero.Init builds our parameter swapper",

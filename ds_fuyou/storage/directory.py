@@ -66,6 +66,13 @@ def foreign_names(run_fd: int) -> list[str]:
     return sorted(found)
 
 
+def _of_other_user(owner: int) -> str:
+    return (
+        f"it is user {owner}'s, who may train in it, and this is user {os.geteuid()}: name an nvme_path of your own, "
+        "or have an administrator make it for all users once nothing is left in it (mkdir -m 1777)"
+    )
+
+
 def is_ours(run_fd: int) -> bool:
     """Whether a run directory was made by this package, not by somebody who chose the same names for files."""
     names = set(os.listdir(run_fd))
@@ -147,14 +154,17 @@ class StateRoot:
             raise FuyouStorageError(errno.ENOENT, "the nvme_path vanished; create it again", str(path)) from None
         except OSError as error:
             advice = "it must be a directory this user can write; remove it or name another nvme_path"
+            with contextlib.suppress(FileNotFoundError):
+                owner = os.stat(ROOT_NAME, dir_fd=path_fd, follow_symlinks=False).st_uid
+                if error.errno == errno.EACCES and owner != os.geteuid():
+                    advice = _of_other_user(owner)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 advice = "the disk has no room for a directory; free space, or name another nvme_path"
             raise FuyouStorageError(error.errno or errno.EIO, advice, where) from error
         owner = os.fstat(fd).st_uid
         if owner not in (os.geteuid(), 0):
             os.close(fd)
-            message = f"it must belong to user {os.geteuid()}, it is user {owner}'s; name an nvme_path of your own"
-            raise FuyouStorageError(errno.EPERM, message, where)
+            raise FuyouStorageError(errno.EPERM, _of_other_user(owner), where)
         return fd
 
     def unlock(self) -> None:

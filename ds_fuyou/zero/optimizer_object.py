@@ -7,14 +7,16 @@ that it was called. What would change its states is refused, since they are else
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
+from ds_fuyou.ds_json import activation_of
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.log import log_once
 
@@ -22,6 +24,7 @@ __all__ = [
     "StatesElsewhere",
     "give_back",
     "hide_states",
+    "keeping_empty_groups",
     "refuse_change",
     "require_hidden",
     "require_type",
@@ -34,6 +37,26 @@ _INSTEAD = (
 )
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+def keeping_empty_groups(original: Callable[..., None]) -> Callable[..., None]:
+    """``DeepSpeedEngine._configure_optimizer``: DeepSpeed takes groups without parameters (biases of a model whose
+    adapters have none, say) out of the list that it was given, behind the back of a scheduler that counts them. Under
+    Accelerate with an offload section that is a list of DeepSpeed's own, as here.
+    """
+
+    @functools.wraps(original)
+    def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
+        given = client_optimizer
+        is_active = activation_of(self._config) is not None
+        if is_active and isinstance(given, torch.optim.Optimizer) and not hasattr(type(given), "__del__"):
+            groups = list(given.param_groups)
+            if not all(group["params"] for group in groups):
+                client_optimizer = object.__new__(type(given))
+                vars(client_optimizer).update(vars(given), param_groups=groups)
+        original(self, client_optimizer, model_parameters)
+
+    return _configure_optimizer
 
 
 def refuse_change() -> NoReturn:

@@ -364,7 +364,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.gradient_flow.forget()  # first: on the host stock fails for gradients that are still there
+        self.gradient_flow.forget()
+        if set_to_none and self.rank_state.device.is_host:  # stock fails for those that are still there
+            for param in self.rank_state.model.trained:
+                param.grad = None
         super().zero_grad(set_to_none)
         self.reset_cpu_buffers()
 

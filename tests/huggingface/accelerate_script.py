@@ -2,7 +2,8 @@
 """A loop of its own under Accelerate, told by a JSON file what to do; started by `accelerate launch`.
 
 ``optimizer``: "torch" (AdamW with two groups) or "dummy" (the JSON has it); ``scheduler``: "torch", "dummy" or
-"callable" (a torch schedule for the JSON's optimizer). ``save_after``: a step; ``load``: a directory to begin from.
+"callable" (a torch schedule for the JSON's optimizer). ``empty_group``: a third one. ``save_after``: a step; ``load``:
+a directory to begin from.
 """
 
 import json
@@ -32,7 +33,8 @@ def schedule(optimizer) -> LambdaLR:
 def make_optimizer(case: dict, model) -> tuple:
     kind = case["scheduler"]
     if case["optimizer"] == "torch":
-        optimizer = torch.optim.AdamW(groups(model), lr=2e-3)
+        empty = [{"params": [], "weight_decay": 0.0}] if case.get("empty_group") else []
+        optimizer = torch.optim.AdamW([*groups(model), *empty], lr=2e-3)
         return optimizer, schedule(optimizer) if kind == "torch" else DummyScheduler(
             optimizer, total_num_steps=8, warmup_num_steps=2
         )

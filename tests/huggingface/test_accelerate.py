@@ -61,6 +61,17 @@ def test_equals_stock_and_resumes(name: str, tiers: str, stock_run, ours_run, tm
     assert weight_differences(ours["saved"], resumed["saved"]) == []
 
 
+def test_a_group_without_parameters_stays_where_a_torch_schedule_counts_it(stock_run, ours_run, tmp_path: Path) -> None:
+    """As of biases, where adapters have none. The JSON has no offload section, as the docs have it."""
+    case = {**COMMON, "model": "gpt2", "optimizer": "torch", "scheduler": "torch", "empty_group": True, "steps": 3}
+    stock = stock_run({**case, "config": ds_json()}, SCRIPT)
+    ours = with_block({**case, "config": ds_json()}, tmp_path / "swap", "auto")
+    for section in ("offload_optimizer", "offload_param"):
+        del ours["config"]["zero_optimization"][section]
+    assert ours_run(ours, SCRIPT)["history"] == stock["history"]
+    assert len({tuple(entry["lr"]) for entry in stock["history"] if "lr" in entry}) == 3
+
+
 AUTO = """
 import {first}
 import {second}

@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,30 @@ except FuyouStorageError as error:
     assert "nvme_path must be writable by user" in done.stderr  # type: ignore[attr-defined]
     assert "Permission denied" in done.stderr  # type: ignore[attr-defined]
     assert all_files(paths[0]) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who may become another user")
+@pytest.mark.parametrize("user", [0, 65534])
+def test_whose_directory_it_is_and_how_to_share_it_is_told(user: int, run_python: Callable[..., object]) -> None:
+    with tempfile.TemporaryDirectory() as path:  # below tmp_path nobody else could look
+        os.chmod(path, 0o1777)
+        os.mkdir(f"{path}/ds_fuyou", 0o700)
+        os.chown(f"{path}/ds_fuyou", 12345, 12345)
+        code = f"""
+import os, sys
+from pathlib import Path
+from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.directory import StateRoot
+os.setgroups([]); os.setgid({user}); os.setuid({user})
+try:
+    StateRoot.open(Path({path!r}), create=True)
+except FuyouStorageError as error:
+    sys.exit(str(error))
+"""
+        done = run_python(code)
+    told = done.stderr  # type: ignore[attr-defined]
+    assert f"it is user 12345's, who may train in it, and this is user {user}" in told
+    assert "mkdir -m 1777" in told
 
 
 def test_a_read_only_filesystem_is_an_error(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
