@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The state of one chunk in memory, and its update. Knows no storage and no threads but OpenMP's.
+// The state of one chunk in memory, and its update. Knows no storage.
 #pragma once
 
 #include <cstdint>
