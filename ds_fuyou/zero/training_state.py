@@ -22,7 +22,9 @@ load it strictly: that is told when it is recorded first.
 [Note: when generators are put back]
 Where the script says so (``engine.fuyou_restore_random_states()``), at the latest before the first forward in training
 mode; not when the engine is built: scripts make their data loaders in between, which draw seeds from the same
-generators. A checkpoint that is loaded before comes after what was resumed, so they stay as they are.
+generators. A checkpoint that is loaded before comes after what was resumed, so they stay as they are. So they do before
+a forward whose script has set another seed since the engine was built than the recorded one: it seeds every step, or
+epoch, and what was recorded is the stream of an earlier one. (Seeded as before, it makes its loaders' order again.)
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ class TrainingState:
         self._buffers = _Buffers(module)
         self._accumulation = int(optimizer.gradient_accumulation_steps)
         self._pending: Mapping[str, Any] | None = None
-        self._resumed_at = 0
+        self._resumed_at = self._built_seed = 0
         self._hook: Any = None
         self._told_large = False
         self._frozen = ""
@@ -270,11 +272,20 @@ class TrainingState:
                 raise _differs(f"{name} is not taken by its module ({error!r})") from error
         setattr(engine, _CLIENT_STATE, client)
         self._pending, self._resumed_at = record.generator_states(), counters["global_steps"]
+        self._built_seed = torch.initial_seed()
         self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self.put_back_generators()
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if self._pending is not None and torch.initial_seed() not in (self._built_seed, _seed_of(self._pending)):
+            log_once(
+                logging.INFO,
+                "the script has set a seed of its own since this run went on from its files: random generators stay as "
+                "it has them (engine.fuyou_restore_random_states() puts them back)",
+            )
+            self._forget_generators()
+        self.put_back_generators()
 
     def put_back_generators(self) -> None:
         """Random generators are as at the end of the step that was gone on from. Once; nothing in a run that begins."""
@@ -305,6 +316,11 @@ def _differs(why: str) -> FuyouStateError:
         f"no run like this one left the state files in nvme_path: {why}. Resume with the same script and "
         "configuration, or use another nvme_path"
     )
+
+
+def _seed_of(states: Mapping[str, Any]) -> int:
+    """That PyTorch's generator was given last."""
+    return torch.Generator().set_state(states["torch"]).initial_seed()
 
 
 def _put_back_generators(states: Mapping[str, Any]) -> None:

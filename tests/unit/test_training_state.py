@@ -241,23 +241,35 @@ def test_a_record_from_before_digests_of_frozen_parameters_is_taken() -> None:
     assert other.engine.global_steps == 7
 
 
-@pytest.mark.parametrize("how", ["called", "forward", "forgotten"])
-def test_generators_are_put_back_once_where_the_script_says_so(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "are_put_back"),
+    [
+        ("called", True),
+        ("forward", True),
+        ("forward, seeded as the run before", True),
+        ("forward, seeded otherwise", False),
+        ("called, seeded otherwise", True),
+        ("forgotten", False),
+    ],
+)
+def test_generators_are_put_back_once_where_the_script_says_so(how: str, are_put_back: bool) -> None:
     run, other = Run(), Run()
     torch.manual_seed(3)
     taken = run.take()
     expected = torch.rand(3)
+    torch.manual_seed(5)  # as a script does that seeds when it has its engine
     other.state.put_back(other.engine, taken)
     x = torch.ones(1, 2)
-    torch.manual_seed(4)
-    if how == "called":
+    if "seeded" in how:
+        torch.manual_seed(3 if how.endswith("before") else 4)
+    if how.startswith("called"):
         other.engine.fuyou_restore_random_states()
     elif how == "forgotten":
         other.state.loaded_over(other.engine)
     else:
         other.model.eval()(x)
         other.model.train()(x)
-    assert torch.equal(torch.rand(3), expected) == (how != "forgotten")
+    assert torch.equal(torch.rand(3), expected) == are_put_back
     left = torch.get_rng_state()
     other.model(x)
     other.engine.fuyou_restore_random_states()
