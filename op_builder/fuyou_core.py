@@ -123,8 +123,8 @@ class FuyouCoreBuilder:
                 f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}",
                 *self.cxx_args(),
             ),
-            # No OpenMP library here: the one torch has loaded serves, with torch's thread pool. It is
-            # what DeepSpeed's own build does, too.
+            # No OpenMP library here: the one torch has loaded serves DeepSpeed's sources, which updates call in
+            # one thread each. It is what DeepSpeed's own build does, too.
             link_flags=(
                 "-shared",
                 *(f"-L{path}" for path in cpp_extension.library_paths()),

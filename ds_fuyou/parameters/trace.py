@@ -28,7 +28,7 @@ __all__ = ["AccessTrace", "Ahead"]
 LONGEST_TRACE = 1 << 17
 """Uses remembered: an evaluation, or serving without steps, may last for days."""
 _MOST_PLACES = 16
-_MOST_LOOKED_AT = 4096
+_MOST_LOOKED_AT = 512
 _LONGEST_PAST = 256
 _NEAR = 8
 _USES_NEAR = 16

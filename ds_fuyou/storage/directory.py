@@ -154,7 +154,7 @@ class StateRoot:
             raise FuyouStorageError(errno.ENOENT, "the nvme_path vanished; create it again", str(path)) from None
         except OSError as error:
             advice = "it must be a directory this user can write; remove it or name another nvme_path"
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 owner = os.stat(ROOT_NAME, dir_fd=path_fd, follow_symlinks=False).st_uid
                 if error.errno == errno.EACCES and owner != os.geteuid():
                     advice = _of_other_user(owner)

@@ -36,27 +36,37 @@ _INSTEAD = (
     "of deepspeed.utils, parameter by parameter"
 )
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_GIVEN = "fuyou_given"  # of an optimizer object that stands for the script's
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def keeping_empty_groups(original: Callable[..., None]) -> Callable[..., None]:
     """``DeepSpeedEngine._configure_optimizer``: DeepSpeed takes groups without parameters (biases of a model whose
     adapters have none, say) out of the list that it was given, behind the back of a scheduler that counts them. Under
-    Accelerate with an offload section that is a list of DeepSpeed's own, as here.
+    Accelerate with an offload section that is a list of DeepSpeed's own, as here: of an object that has all else of the
+    script's. Not where that owns something (DeepSpeed's own optimizers destroy what C++ keeps for them): two would.
     """
 
     @functools.wraps(original)
     def _configure_optimizer(self: Any, client_optimizer: Any, model_parameters: Any) -> None:
         given = client_optimizer
         is_active = activation_of(self._config) is not None
-        if is_active and isinstance(given, torch.optim.Optimizer) and not hasattr(type(given), "__del__"):
+        is_plain = not any(hasattr(type(given), name) for name in ("__del__", "__slots__"))
+        if is_active and isinstance(given, torch.optim.Optimizer) and is_plain:
             groups = list(given.param_groups)
             if not all(group["params"] for group in groups):
                 client_optimizer = object.__new__(type(given))
                 vars(client_optimizer).update(vars(given), param_groups=groups)
+                setattr(client_optimizer, _GIVEN, given)
         original(self, client_optimizer, model_parameters)
 
     return _configure_optimizer
+
+
+def _faces(optimizer: Any) -> tuple[Any, ...]:
+    """It, and the script's own where that is another; the last one is the script's."""
+    given = getattr(optimizer, _GIVEN, None)
+    return (optimizer,) if given is None else (optimizer, given)
 
 
 def refuse_change() -> NoReturn:
@@ -124,12 +134,14 @@ def require_type(dtype: torch.dtype) -> None:
 
 def hide_states(optimizer: Any) -> None:
     """From here on the states of ``optimizer``, which were never made, cannot be changed through it."""
-    optimizer.state = StatesElsewhere()
+    for face in _faces(optimizer):
+        face.state = StatesElsewhere()
 
 
 def give_back(optimizer: Any) -> None:
     """The engine has ended: nothing stands in the place of states any more."""
-    optimizer.state = defaultdict(dict)
+    for face in _faces(optimizer):
+        face.state = defaultdict(dict)
 
 
 def require_hidden(optimizer: Any) -> None:
@@ -137,14 +149,15 @@ def require_hidden(optimizer: Any) -> None:
     Raises:
         FuyouStateError: the script has put other states in their place, or added parameters.
     """
-    added = [tuple(param.shape) for group in optimizer.param_groups for param in group["params"]]
+    groups = {id(group): group for face in _faces(optimizer) for group in face.param_groups}
+    added = [tuple(param.shape) for group in groups.values() for param in group["params"]]
     if added:
         raise FuyouStateError(
             f"{len(added)} parameters were added to the optimizer after deepspeed.initialize(), the first of shape "
             f"{added[0]}; they would never be trained. Give the optimizer all that is to be trained, also what is "
             f"frozen at first, or build the engine anew"
         )
-    if not isinstance(optimizer.state, StatesElsewhere):
+    if not all(isinstance(face.state, StatesElsewhere) for face in _faces(optimizer)):
         hide_states(optimizer)  # a script that goes on after this exception has been told
         refuse_change()
 
@@ -153,4 +166,4 @@ def run_hooks(optimizer: Any) -> None:
     """``optimizer.step()``, once a step, before the update (stock calls it for every sub-group). Its groups hold no
     parameters, so nothing is updated: hooks of the script's run, and may still change hyperparameters.
     """
-    optimizer.step()
+    _faces(optimizer)[-1].step()

@@ -29,6 +29,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
     "Adam": lambda params: torch.optim.Adam(params, lr=1e-3, foreach=True),
+    "AdamW with an empty group": lambda params: torch.optim.AdamW(
+        [{"params": [*params]}, {"params": []}], lr=1e-3, weight_decay=0.0
+    ),
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-3),
 }
 
@@ -105,10 +108,15 @@ def kinds(swap: str) -> dict[str, Any]:
     return {"steps": steps, "left": left}
 
 
-def changed(swap: str) -> dict[str, Any]:
-    """A script that resets the states is told that it does not, and may go on."""
-    engine, optimizer = engine_of(swap)
-    train(engine, 0, 2)
+def changed(swap: str, kind: str = "DeepSpeedCPUAdam") -> dict[str, Any]:
+    """A script that resets the states is told that it does not, and may go on. Its scheduler comes last."""
+    engine, optimizer = engine_of(swap, kind)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        train(engine, 0, 2)
+        scheduler.step()
+    warned = [str(each.message) for each in heard if "lr_scheduler" in str(each.message)]
 
     def replace() -> None:
         optimizer.state = defaultdict(dict)
@@ -144,7 +152,8 @@ def changed(swap: str) -> dict[str, Any]:
     train(engine, 3, 5)
     stock, _ = engine_of(None)
     train(stock, 0, 5)
-    return {"told": told, "read": read, "added": added, "same": equal(states(stock), states(engine))}
+    same = equal(states(stock), states(engine))
+    return {"told": told, "read": read, "added": added, "same": same, "warned": warned}
 
 
 def cut_short(swap: str) -> dict[str, Any]:
@@ -190,6 +199,7 @@ SCENARIOS: dict[str, Any] = {
     "hooked": hooked,
     "kinds": kinds,
     "changed": changed,
+    "changed-empty-group": lambda swap: changed(swap, "AdamW with an empty group"),
     "cut-short": cut_short,
     "types": types,
 }

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.behaviour.test_engines import run
 
 
@@ -28,8 +30,10 @@ def test_every_kind_of_optimizer_object_takes_a_step_without_parameters(tmp_path
     assert set(found["left"].values()) == {1}, found
 
 
-def test_states_that_a_script_resets_are_told_to_be_elsewhere(tmp_path: Path) -> None:
-    found = found_by("changed", tmp_path)
+@pytest.mark.parametrize("name", ["changed", "changed-empty-group"])
+def test_states_that_a_script_resets_are_told_to_be_elsewhere(name: str, tmp_path: Path) -> None:
+    found = found_by(name, tmp_path)
+    assert found["warned"] == []
     assert all("safe_set_full_optimizer_state" in said for said in found["told"].values()), found
     assert found["read"] == [0, 0, 0]
     assert "the first of shape (3, 5); they would never be trained" in found["added"]

@@ -142,7 +142,7 @@ class World {
           params(2 * wanted.num_chunks, std::vector<float>(wanted.numel, -1.0F)),
           resident(2 * wanted.num_chunks, std::vector<char>(3 * part))
     {
-        pipeline = std::make_unique<ChunkPipeline>(engine.get(), staging.get(), 1);
+        pipeline = std::make_unique<ChunkPipeline>(engine.get(), staging.get(), 2);
         for (std::size_t i = 0; i < given.num_chunks; ++i) pipeline->add_chunk(spec(i));
         for (std::size_t i = 0; i < given.num_chunks; ++i)
             if (on_storage(i)) write_initial(i);

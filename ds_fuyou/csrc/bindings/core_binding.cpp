@@ -7,6 +7,7 @@
 
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -87,17 +88,20 @@ class IoEnd {
 // memory.
 class IoTicket {
   public:
-    IoTicket(py::object memory, py::str what) : memory_(std::move(memory)), what_(std::move(what))
+    IoTicket(py::object memory, std::string what)
+        : memory_(std::move(memory)), what_(std::move(what))
     {
     }
     IoTicket(const IoTicket&) = delete;
     IoTicket& operator=(const IoTicket&) = delete;
     ~IoTicket()
     {
-        if (pid_ != getpid()) return;
-        for (double secs = report_secs; !done() && !waited(report_secs); secs += report_secs)
-            PySys_FormatStderr("ds_fuyou: still waiting for %U, which was given up (%d s)\n",
-                               what_.ptr(), static_cast<int>(secs));
+        if (pid_ != getpid() || done()) return;
+        const py::gil_scoped_release no_gil;
+        // Not by Python's stderr: a handler would run in it, and what it raises be lost.
+        for (double secs = report_secs; !wait(report_secs); secs += report_secs)
+            std::fprintf(stderr, "ds_fuyou: still waiting for %s, which was given up (%.0f s)\n",
+                         what_.c_str(), secs);
     }
     void begun() { pid_ = getpid(); }
     const std::shared_ptr<IoEnd>& end() const { return end_; }
@@ -108,21 +112,15 @@ class IoTicket {
     double report_secs = 30.0;  // who drops it and waits longer says so, and again after as long
 
   private:
-    bool waited(double secs)
-    {
-        const py::gil_scoped_release no_gil;
-        return end_->wait(secs);
-    }
-
     py::object memory_;
-    py::str what_;
+    std::string what_;
     std::shared_ptr<IoEnd> end_ = std::make_shared<IoEnd>();
     pid_t pid_ = 0;  // 0: it was refused, and nothing will end
 };
 
 std::unique_ptr<IoTicket> submit(IoEngine& engine, IoKind kind,
                                  const std::vector<RangeTuple>& ranges, std::uintptr_t buffer,
-                                 std::int64_t priority, py::object memory, py::str what)
+                                 std::int64_t priority, py::object memory, std::string what)
 {
     std::vector<IoExtent> extents;
     char* cursor = address(buffer);

@@ -80,7 +80,9 @@ CodeMap::CodeMap(bool is_signed) : is_signed_(is_signed)
     }
     make_buckets();
     make_lines();
+#if defined(__x86_64__)
     make_grids();
+#endif
 }
 
 std::uint32_t CodeMap::nearest(float quotient) const

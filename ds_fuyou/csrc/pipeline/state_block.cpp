@@ -422,9 +422,8 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
     std::mutex mutex;  // of both
     std::atomic<std::uint64_t> next{0};
     const auto take_part = [&] {
-        TileResult own;
-        std::exception_ptr own_failure;
         try {
+            TileResult own;
             while (true) {
                 const std::uint64_t first = next.fetch_add(kElementsAtOnce);
                 if (first >= numel) break;
@@ -434,14 +433,14 @@ BlockSums update_block(const BlockUpdate& how, const std::vector<UpdateSegment>&
                     update_tile(open_tile(how, split.get(), begin, end), how, segments, own);
                 }
             }
+            std::lock_guard<std::mutex> lock(mutex);
+            whole.sums.read += own.sums.read;
+            whole.sums.updated += own.sums.updated;
+            whole.joints.insert(whole.joints.end(), own.joints.begin(), own.joints.end());
         } catch (...) {
-            own_failure = std::current_exception();
+            std::lock_guard<std::mutex> lock(mutex);
+            failure = std::current_exception();
         }
-        std::lock_guard<std::mutex> lock(mutex);
-        whole.sums.read += own.sums.read;
-        whole.sums.updated += own.sums.updated;
-        whole.joints.insert(whole.joints.end(), own.joints.begin(), own.joints.end());
-        if (own_failure) failure = own_failure;
     };
     if (team != nullptr && numel > kElementsAtOnce) {
         team->run(take_part);
