@@ -147,7 +147,7 @@ def test_the_root_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
         os.chown(root, 65534, 65534)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    with pytest.raises(FuyouStorageError, match=r"must belong to user .* name an nvme_path of your own"):
+    with pytest.raises(FuyouStorageError, match=r"it is user .* who may train in it.* name an nvme_path of your own"):
         create(tmp_path)
     assert all_files(tmp_path) == ["ds_fuyou"]
 
