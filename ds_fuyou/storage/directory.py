@@ -154,10 +154,10 @@ class StateRoot:
             raise FuyouStorageError(errno.ENOENT, "the nvme_path vanished; create it again", str(path)) from None
         except OSError as error:
             advice = "it must be a directory this user can write; remove it or name another nvme_path"
-            with contextlib.suppress(OSError):
-                owner = os.stat(ROOT_NAME, dir_fd=path_fd, follow_symlinks=False).st_uid
-                if error.errno == errno.EACCES and owner != os.geteuid():
-                    advice = _of_other_user(owner)
+            if error.errno == errno.EACCES:
+                with contextlib.suppress(OSError):
+                    owner = os.stat(ROOT_NAME, dir_fd=path_fd, follow_symlinks=False).st_uid
+                    advice = advice if owner == os.geteuid() else _of_other_user(owner)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 advice = "the disk has no room for a directory; free space, or name another nvme_path"
             raise FuyouStorageError(error.errno or errno.EIO, advice, where) from error

@@ -285,7 +285,8 @@ class TrainingState:
                 "it has them (engine.fuyou_restore_random_states() puts them back)",
             )
             self._forget_generators()
-        self.put_back_generators()
+        else:
+            self.put_back_generators()
 
     def put_back_generators(self) -> None:
         """Random generators are as at the end of the step that was gone on from. Once; nothing in a run that begins."""

@@ -36,6 +36,12 @@ constexpr int kNearBegin = 32;
 constexpr int kDecadeLeast = 0x3344, kDecadeRate = 152;
 constexpr float kSmallest = 0x1p-31F;  // smaller is not told apart: the code of zero
 
+// Of the linear grid that a decade's numbers are the middles of, from a tenth on.
+double step_of(int decade, std::uint32_t num)
+{
+    return 0.9 * std::pow(10.0, decade - 7) / num;
+}
+
 // By last bits.
 float moved(float value, int by)
 {
@@ -145,9 +151,8 @@ void CodeMap::make_lines()
     for (int decade = 0; decade < kDecades; ++decade) {
         const auto at = static_cast<std::size_t>(decade);
         const bool is_alone = decade == 0 || decade == kDecades - 1;  // zero, one
-        const std::uint32_t num = is_alone ? 1 : (is_signed_ ? 1U : 2U) << (decade - 1);
-        const double step = 0.9 * std::pow(10.0, decade - 7) / num;  // of a grid from a tenth on
-        const double factor = is_alone ? 0.0 : 1.0 / step;
+        const std::uint32_t num = is_alone ? 1 : num_of(decade);
+        const double factor = is_alone ? 0.0 : 1.0 / step_of(decade, num);
         const double offset = is_alone ? code + 0.5 : code - num / 9.0;
         lines_.factors[at] = static_cast<float>(factor * unit);
         lines_.offsets[at] = static_cast<float>(offset * unit + kMagic + kNearWhole);
@@ -181,34 +186,32 @@ void CodeMap::make_lines()
 // See [Note: numbers by arithmetic].
 void CodeMap::make_grids()
 {
+    for (int decade = 1; decade < kDecades - 1; ++decade)
+        for (int trial = 0; !fit_grid(decade, trial % 5 - 2, trial / 5 - 2);)
+            if (++trial == 25)
+                throw std::logic_error("the numbers of a decade are not near a line");
+    grids_.offsets[grid_of(kDecades - 1)] = 1.0F;
+}
+
+// With the factor and the offset moved by so many last bits; false: that line does not do.
+bool CodeMap::fit_grid(int decade, int by_factor, int by_offset)
+{
+    const std::uint32_t num = num_of(decade), first = is_signed_ ? num : num - 1;
+    const double step = step_of(decade, num), begin = std::pow(10.0, decade - 8) + step / 2;
+    const float factor = moved(static_cast<float>(step), by_factor);
+    const float offset = moved(static_cast<float>(begin), by_offset);
     const float* magnitudes = numbers.data() + nearest(0.0F);
-    const auto at_power = [](int power) { return static_cast<std::size_t>(127 + power) % 8; };
-    for (int decade = 1; decade < kDecades - 1; ++decade) {
-        const int power = is_signed_ ? decade - 1 : decade;
-        const std::uint32_t num = (is_signed_ ? 1U : 2U) << (decade - 1);
-        const std::uint32_t first = is_signed_ ? num : num - 1;
-        const double step = 0.9 * std::pow(10.0, decade - 7) / num;
-        const double begin = std::pow(10.0, decade - 8) + step / 2;
-        bool is_found = false;
-        for (int trial = 0; trial < 25 && !is_found; ++trial) {
-            const float factor = moved(static_cast<float>(step), trial % 5 - 2);
-            const float offset = moved(static_cast<float>(begin), trial / 5 - 2);
-            std::array<std::uint32_t, 16> rests = grids_.rests;
-            is_found = true;
-            for (std::uint32_t i = 0; i < num && is_found; ++i) {
-                const float number = std::fma(static_cast<float>(i), factor, offset);
-                const std::uint32_t rest = to_bits(magnitudes[first + i]) - to_bits(number);
-                rests[(first + i) / 16] |= (rest & 3U) << (first + i) % 16 * 2;
-                is_found = rest <= 3;
-            }
-            if (!is_found) continue;
-            grids_.rests = rests;
-            grids_.factors[at_power(power)] = factor;
-            grids_.offsets[at_power(power)] = offset;
-        }
-        if (!is_found) throw std::logic_error("the numbers of a decade are not near a line");
+    std::array<std::uint32_t, 16> rests = grids_.rests;
+    for (std::uint32_t i = 0; i < num; ++i) {
+        const float number = std::fma(static_cast<float>(i), factor, offset);
+        const std::uint32_t rest = to_bits(magnitudes[first + i]) - to_bits(number);
+        if (rest > 3) return false;
+        rests[(first + i) / 16] |= rest << (first + i) % 16 * 2;
     }
-    grids_.offsets[at_power(is_signed_ ? 7 : 8)] = 1.0F;
+    grids_.rests = rests;
+    grids_.factors[grid_of(decade)] = factor;
+    grids_.offsets[grid_of(decade)] = offset;
+    return true;
 }
 
 void CodeMap::encode(const float* values, float scale, std::uint8_t* codes, std::size_t numel,

@@ -59,6 +59,9 @@ class CodeMap {
     void make_buckets();
     void make_lines();
     void make_grids();
+    bool fit_grid(int decade, int by_factor, int by_offset);
+    // How many codes it has, of those between zero and one.
+    std::uint32_t num_of(int decade) const { return (is_signed_ ? 1U : 2U) << (decade - 1); }
     std::uint32_t first_of(std::uint32_t code) const;
 
     void encode_portable(const float* values, float scale, std::uint8_t* codes,
@@ -111,6 +114,11 @@ class CodeMap {
         alignas(64) std::array<std::uint32_t, 16> rests;
     };
     Grids grids_ = {};
+    // Where a decade's are, by the power of two that its places begin with.
+    std::size_t grid_of(int decade) const
+    {
+        return static_cast<std::size_t>(127 + (is_signed_ ? decade - 1 : decade)) % 8;
+    }
 };
 
 }  // namespace fuyou
