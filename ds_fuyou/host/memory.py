@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 
 from ds_fuyou.errors import FuyouMemoryError
+from ds_fuyou.host.cores import on_all_cores, usable_cores
 from ds_fuyou.host.device import Device
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.types import PAGE_BYTES
@@ -85,11 +86,12 @@ def bring_in_pages(address: int, num_bytes: int) -> None:
     A device's driver takes it in the thread that registers: 2.7 GB/s on an H100's host, where it registers pages that
     are there at 39 GB/s (measured). Before Linux 5.14 this does nothing.
     """
-    num_threads = min(_MOST_BRINGING_IN, len(os.sched_getaffinity(0)), num_bytes // _BROUGHT_IN_BYTES)
+    num_threads = min(_MOST_BRINGING_IN, len(usable_cores()), num_bytes // _BROUGHT_IN_BYTES)
     if num_threads < 2:
         return
     share = -(-num_bytes // num_threads // _HUGE_BYTES) * _HUGE_BYTES
-    with suppress(RuntimeError), ThreadPoolExecutor(num_threads) as threads:  # who may start none registers as ever
+    # Who may start no threads registers as ever.
+    with suppress(RuntimeError), on_all_cores(), ThreadPoolExecutor(num_threads) as threads:
         for begin in range(0, num_bytes, share):
             threads.submit(_advise, address + begin, min(share, num_bytes - begin), _MADV_POPULATE_WRITE)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ds_fuyou.errors import FuyouBuildError
+from ds_fuyou.host.cores import on_all_cores
 
 __all__ = ["builder_module", "load_core"]
 
@@ -58,5 +59,6 @@ def load_core() -> ModuleType:
     Raises:
         FuyouBuildError: no compiler, a compile error, or a cache that cannot be written.
     """
-    module: ModuleType = builder_module().FuyouCoreBuilder().load()
+    with on_all_cores():
+        module: ModuleType = builder_module().FuyouCoreBuilder().load()
     return module

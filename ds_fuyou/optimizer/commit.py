@@ -31,6 +31,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from ds_fuyou.host.cores import on_all_cores
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.storage.store import JsonValue, SlotStore
 
@@ -76,7 +77,8 @@ class Committer:
         self._edition = edition
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="fuyou-committer", daemon=True)
-        self._thread.start()
+        with on_all_cores():
+            self._thread.start()
 
     def order(self, generation: int, said: Mapping[str, JsonValue], *, opens: bool = True) -> None:
         """Asks for the record of a published generation.

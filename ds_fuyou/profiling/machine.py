@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.cores import usable_cores
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.presets import constants
@@ -135,13 +136,13 @@ def device_rates() -> dict[str, Any]:
 
     device = rank_device()
     if device.is_host:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(len(usable_cores()))
     size = 1024 if device.is_host else 8192
     left, right = (torch.randn(size, size, device=device.torch_device, dtype=torch.bfloat16) for _ in range(2))
     flops = 2 * size**3 / best_secs(lambda: left @ right, device.synchronize)
     up, down = probe_link(device, 256 << 20)
     return {
-        "device": f"host of {len(os.sched_getaffinity(0))} cores" if device.is_host else device.name,
+        "device": f"host of {len(usable_cores())} cores" if device.is_host else device.name,
         "device_bytes": device.free_bytes() // 2 if device.is_host or device.is_unified else device.free_bytes(),
         "device_is_host": device.is_host,
         "is_unified": device.is_unified,
@@ -172,7 +173,7 @@ def main() -> None:
 
     directories = [Path(text) for text in sys.argv[2:]]
     rates = _storage_rates(directories, int(sys.argv[1]))
-    update = update_rate(len(os.sched_getaffinity(0)))
+    update = update_rate(len(usable_cores()))
     found = device_rates()
     dram = available_host_bytes()
     if found["device_is_host"] or found["is_unified"]:

@@ -13,6 +13,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.cores import on_all_cores
 
 __all__ = ["update_rate"]
 
@@ -36,8 +37,9 @@ def update_rate(num_cores: int) -> float:
     begin = context.Barrier(num_cores)
     secs = context.Array("d", num_cores * _NUM_ROUNDS, lock=False)
     processes = [context.Process(target=_update, args=(place, begin, secs), daemon=True) for place in range(num_cores)]
-    for process in processes:
-        process.start()
+    with on_all_cores():
+        for process in processes:
+            process.start()
     running, end = processes, time.monotonic() + _LIMIT_SECS
     while running:
         ready = wait([process.sentinel for process in running], max(0.0, end - time.monotonic()))

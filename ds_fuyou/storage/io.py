@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
+from ds_fuyou.host.cores import on_all_cores
 from ds_fuyou.host.memory import HostPool
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.ops.core import load_core
@@ -87,12 +88,13 @@ class IoLane:
     def __init__(self, settings: IoSettings, path_of: Callable[[int], Path | None]) -> None:
         core = load_core()
         backends = {"auto": core.IoBackend.AUTO, "io_uring": core.IoBackend.IO_URING, "threads": core.IoBackend.THREADS}
-        self.engine: Any = core.IoEngine(
-            backend=backends[settings.engine],
-            queue_depth=settings.queue_depth,
-            block_bytes=settings.block_bytes,
-            num_threads=settings.num_threads,
-        )
+        with on_all_cores():
+            self.engine: Any = core.IoEngine(
+                backend=backends[settings.engine],
+                queue_depth=settings.queue_depth,
+                block_bytes=settings.block_bytes,
+                num_threads=settings.num_threads,
+            )
         self._core = core
         self._path_of = path_of
         self._is_shared = False  # another lane's engine

@@ -13,6 +13,7 @@ import torch
 
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.host.cores import usable_cores
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
@@ -71,7 +72,7 @@ def cores_of_rank() -> int:
         launcher = os.sched_getaffinity(os.getppid())
     except OSError:  # it has ended
         launcher = set()
-    return share_of_cores(os.sched_getaffinity(0), launcher, local_ranks())
+    return share_of_cores(usable_cores(), launcher, local_ranks())
 
 
 def share_of_cores(own: set[int], launcher: set[int], ranks: int) -> int:

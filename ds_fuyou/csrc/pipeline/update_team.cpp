@@ -2,6 +2,7 @@
 #include "pipeline/update_team.h"
 
 #include <pthread.h>
+#include <sched.h>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -72,6 +73,14 @@ void stay_single_threaded()
 {
 #if defined(_OPENMP)
     omp_set_num_threads(1);
+    if (omp_get_proc_bind() == omp_proc_bind_false) return;
+    cpu_set_t cores;
+    const bool is_known = sched_getaffinity(0, sizeof cores, &cores) == 0;
+#pragma omp parallel
+    {
+        omp_get_thread_num();  // it binds a thread in its first region, and never again
+    }
+    if (is_known) sched_setaffinity(0, sizeof cores, &cores);
 #endif
 }
 

@@ -46,6 +46,8 @@ class UpdateTeam {
 };
 
 // What runs in this thread starts no threads by OpenMP: older stock optimizers would for each call.
+// Nor does OpenMP bind it to a core (OMP_PROC_BIND): that would be the first one, for all that
+// call.
 void stay_single_threaded();
 
 }  // namespace fuyou
