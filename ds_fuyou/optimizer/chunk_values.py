@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ds_fuyou.host.memory import aligned_tensor
+from ds_fuyou.host.memory import aligned_tensor, bring_in_pages
 from ds_fuyou.optimizer.coded_states import encode
 from ds_fuyou.optimizer.layout import Chunk, FlatLayout, ParamSpan, overlap
 from ds_fuyou.optimizer.placement import ChunkPlacement
@@ -53,7 +53,8 @@ class ChunkValues:
         self._dtype = param_dtype
 
     def initialize(self, source: Source, progress: Callable[[int], None]) -> None:
-        """P32 and P16 of every chunk from ``source``, in the model dtype; moments on storage stay a flag.
+        """P32 and P16 of every chunk from ``source``, in the model dtype; moments on storage stay a flag, and in memory
+        what they are, where nothing has been written yet: zeros.
 
         ``progress`` is called with the number of elements done.
         """
@@ -70,15 +71,15 @@ class ChunkValues:
     def _put_p32(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
         place, state = self._place, self._place.state(chunk.index)
         part = place.whole.num_master_bytes(chunk.numel)
+        if state is not None:  # zeros, as the system gives them; taken now, that what is free is known
+            bring_in_pages(state.data_ptr(), state.nbytes)
         if state is not None and not place.resident.is_split:
-            state[part:].zero_()
             state[:part].view(torch.float32)[: chunk.numel].copy_(values)
             return []
         memory = aligned_tensor(part)
         memory.view(torch.float32)[: chunk.numel].copy_(values)
         layout = place.stored.master_alone
         if state is not None:
-            state.zero_()
             encode(layout, chunk.numel, memory, state)
             return []
         self._replaced(chunk.index, memory.data_ptr())

@@ -17,7 +17,7 @@ from ds_fuyou.optimizer.moving import ChunkMover
 from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import ChunkPlacement
 from ds_fuyou.optimizer.rules import Segment, StepRules
-from ds_fuyou.optimizer.window import Prepared, Window
+from ds_fuyou.optimizer.window import Window
 from ds_fuyou.optimizer.worker import Worker
 
 __all__ = ["Published", "WindowUpdates"]
@@ -97,7 +97,7 @@ class WindowUpdates:
         segments = self._missed.segments(spec, window.rules, runs)
         try:
             self._start(chunk, segments, window.multiplier, gradient, self._options.grad_dtype)
-            window.prepared[chunk] = Prepared(window.rules, window.multiplier, runs)
+            window.prepared[chunk] = runs
         except BaseException:  # an interrupt, say: publishing must find no job that the window does not know
             self._forget(chunk)
             raise
@@ -202,10 +202,9 @@ class WindowUpdates:
     def _keep_prepared(self, work: Mapping[int, tuple[Run, ...]], rules: StepRules, multiplier: float) -> set[int]:
         """Speculated chunks that did exactly what this step does; the others, and what was held in vain, go."""
         window = self._window
-        kept = set()
-        for chunk, prepared in window.prepared.items():
-            same = chunk in work and prepared.equals(rules, multiplier, work[chunk])
-            if same and not window.is_overridden(chunk):
+        kept, is_same_step = set(), bool(window.prepared) and window.began_as(rules, multiplier)
+        for chunk, runs in window.prepared.items():
+            if is_same_step and work.get(chunk) == runs and not window.is_overridden(chunk):
                 kept.add(chunk)
             else:
                 self._worker.pipeline.invalidate(chunk)

@@ -12,24 +12,7 @@ from ds_fuyou.optimizer.layout import FlatLayout
 from ds_fuyou.optimizer.missed_steps import Run
 from ds_fuyou.optimizer.rules import StepRules
 
-__all__ = ["EndedWindow", "Prepared", "Window"]
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What backward did to a chunk ahead of the step. The step publishes it if it would do the very same."""
-
-    rules: StepRules
-    multiplier: float
-    runs: tuple[Run, ...]
-
-    def equals(self, rules: StepRules, multiplier: float, runs: tuple[Run, ...]) -> bool:
-        mine = self.rules
-        return (
-            multiplier == self.multiplier
-            and runs == self.runs
-            and (mine is rules or (mine.step == rules.step and mine.hypers == rules.hypers))
-        )
+__all__ = ["EndedWindow", "Window"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +36,9 @@ class Window:
         """Those of them whose G16 holds values of this window: a gradient that the script set has none."""
         self.overrides: dict[int, torch.Tensor] = {}
         """Gradients that the script replaced for this step, fp32, 1-D."""
-        self.prepared: dict[int, Prepared] = {}
-        """Chunks that were updated into their spare slot."""
+        self.prepared: dict[int, tuple[Run, ...]] = {}
+        """Chunks that were updated into their spare slot, by :attr:`rules` and :attr:`multiplier`, and which runs of
+        them: the step publishes that if it would do the very same."""
         self.held: set[int] = set()
         """Chunks whose state is read ahead of their gradient."""
         self.opened: set[int] = set()
@@ -82,6 +66,16 @@ class Window:
         """The last micro-batch begins: a chunk whose gradients have all come in it may be prepared by these rules."""
         self._missing.clear()
         self.rules, self.multiplier, self.start = rules, multiplier, start
+
+    def began_as(self, rules: StepRules, multiplier: float) -> bool:
+        """Whether the last micro-batch began with these. (There is one hyperparameter a sub-group: ask once a step.)"""
+        mine = self.rules
+        return (
+            mine is not None
+            and multiplier == self.multiplier
+            and mine.step == rules.step
+            and mine.hypers == rules.hypers
+        )
 
     def await_gradient(self, chunk: int, param: int) -> None:
         """A gradient is on its way. A chunk that was complete is so again when all its gradients came again."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,10 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.optimizer.updates import WindowUpdates
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
+from tests.harness.small_core import small_core
 
 KIND = OptimizerKind("adam", ("exp_avg", "exp_avg_sq"))
 HYPERS = (GroupHyper(1e-2, (0.9, 0.999), 1e-8, 0.0, True),)
@@ -185,19 +189,50 @@ def test_a_gradient_set_before_any_came_is_not_added_to_old_memory(core: OutOfCo
 def test_an_interrupt_while_an_update_is_prepared_leaves_no_job_behind(
     core: OutOfCoreOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(*arguments: object) -> None:
+    start = WindowUpdates._start
+
+    def interrupted(*arguments: Any) -> None:
+        start(*arguments)
         raise KeyboardInterrupt
 
     core.open_window(HYPERS, 1.0, managed=True)
     gradients = [(span, torch.ones(span.numel, dtype=torch.bfloat16)) for span in (B, A)]
     with monkeypatch.context() as patched:
-        patched.setattr("ds_fuyou.optimizer.updates.Prepared", interrupted)
+        patched.setattr(WindowUpdates, "_start", interrupted)
         with pytest.raises(KeyboardInterrupt):
             core.add_gradients(gradients)
     core.forget_gradients()
     arrive(core, B, A)
     step(core)
     assert core.generation == 1
+
+
+def test_a_step_compares_its_hyperparameters_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is one a sub-group, and a chunk a sub-group at least: each chunk that compares all of them is quadratic."""
+    num = 40
+    layout = build_layout([[(f"p{i}", f"p{i}", CUT_ELEMENTS, i)] for i in range(num)])
+    hypers = [GroupHyper(1e-2 + i, (0.9, 0.999), 1e-8, 0.0, True) for i in range(num)]
+    num_compared, equal = 0, GroupHyper.__eq__
+
+    def counted(one: GroupHyper, other: object) -> bool:
+        nonlocal num_compared
+        num_compared += 1
+        return equal(one, other)
+
+    with small_core(tmp_path, layout, kind=KIND, residency=(1.0, 0.0, 1.0), clip_policy="speculate") as core:
+        for _ in range(3):
+            core.open_window(hypers, 1.0, managed=True)
+            for span in reversed(layout.params):
+                core.add_gradients([(span, torch.ones(span.numel, dtype=torch.bfloat16))])
+            core.end_micro_batch()
+            assert len(core.window.prepared) == num
+            same = [dataclasses.replace(hyper) for hyper in hypers]  # as the engine reads them: others, and equal
+            with monkeypatch.context() as patched:
+                patched.setattr(GroupHyper, "__eq__", counted)
+                core.apply(same, 1.0, expected_multiplier=1.0)
+            core.wait_all()
+            assert core.num_redone_chunks == 0
+        assert num_compared == 3 * num
 
 
 def test_a_parameter_that_missed_a_step_is_prepared_again(core: OutOfCoreOptimizer) -> None:
