@@ -41,7 +41,7 @@ from torch.utils import _pytree
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
 from ds_fuyou.checkpoint.reading import read_at, record_begin
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.host.cores import on_all_cores
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.storage.data_file import NO_FALLOCATE, allocate_blocks
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
@@ -194,7 +194,7 @@ class _Outlet:
         if direct and enable_direct(self._direct):
             os.close(self._direct)
             self._direct = -1
-        with on_all_cores():
+        with starting_threads():
             self._thread.start()
 
     def _run(self) -> None:

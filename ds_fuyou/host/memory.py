@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 
 from ds_fuyou.errors import FuyouMemoryError
-from ds_fuyou.host.cores import on_all_cores, usable_cores
 from ds_fuyou.host.device import Device
+from ds_fuyou.host.threads import starting_threads, usable_cores
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.types import PAGE_BYTES
 
@@ -92,7 +92,7 @@ def bring_in_pages(address: int, num_bytes: int) -> None:
         return
     share = -(-num_bytes // num_threads // _HUGE_BYTES) * _HUGE_BYTES
     # Who may start no threads registers as ever.
-    with suppress(RuntimeError), on_all_cores(), ThreadPoolExecutor(num_threads) as threads:
+    with suppress(RuntimeError), starting_threads(), ThreadPoolExecutor(num_threads) as threads:
         for begin in range(0, num_bytes, share):
             threads.submit(_advise, address + begin, min(share, num_bytes - begin), _MADV_POPULATE_WRITE)
 

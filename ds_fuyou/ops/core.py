@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ds_fuyou.errors import FuyouBuildError
-from ds_fuyou.host.cores import on_all_cores
+from ds_fuyou.host.threads import starting_threads
 
 __all__ = ["builder_module", "load_core"]
 
@@ -59,6 +59,6 @@ def load_core() -> ModuleType:
     Raises:
         FuyouBuildError: no compiler, a compile error, or a cache that cannot be written.
     """
-    with on_all_cores():
+    with starting_threads():
         module: ModuleType = builder_module().FuyouCoreBuilder().load()
     return module

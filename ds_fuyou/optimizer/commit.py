@@ -31,7 +31,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ds_fuyou.host.cores import on_all_cores
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.storage.store import JsonValue, SlotStore
 
@@ -77,7 +77,7 @@ class Committer:
         self._edition = edition
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="fuyou-committer", daemon=True)
-        with on_all_cores():
+        with starting_threads():
             self._thread.start()
 
     def order(self, generation: int, said: Mapping[str, JsonValue], *, opens: bool = True) -> None:

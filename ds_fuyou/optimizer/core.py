@@ -32,9 +32,9 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouMemoryError, FuyouStateError, FuyouStorageError
-from ds_fuyou.host.cores import on_all_cores
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HostPool, PageLocks
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.chunk_values import ChunkValues
 from ds_fuyou.optimizer.clip_policy import ClipPolicy, Overlap, UpdateStart
@@ -175,7 +175,7 @@ class OutOfCoreOptimizer:
     def _make_pipeline(self) -> Any:
         """With all chunks, and with nothing of what stands in their slots."""
         options, layout = self.options, self.layout
-        with on_all_cores():
+        with starting_threads():
             pipeline = load_core().ChunkPipeline(self.io.engine, self.staging.pool, options.num_update_threads)
         pipeline.set_checksum(options.checksum)
         if options.checksum:

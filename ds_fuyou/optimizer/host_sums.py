@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.host.cores import on_all_cores
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer.norms import any_squares
 from ds_fuyou.storage.io import Transfer
@@ -158,7 +158,7 @@ class HostSums:
         """Hands over a sum whose staging is the memory given last."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fuyou-sums", daemon=True)
-            with on_all_cores():
+            with starting_threads():
                 self._thread.start()
         self._lent.append((one, self._free.pop()))
         self._orders.put(one)

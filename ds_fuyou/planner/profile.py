@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.files import cache_path, replacing
-from ds_fuyou.host.cores import usable_cores
+from ds_fuyou.host.threads import usable_cores
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.hardware import NO_THREADS, ThreadSecs
 from ds_fuyou.planner.plan import PlanInput

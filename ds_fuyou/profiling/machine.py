@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.cores import usable_cores
+from ds_fuyou.host.threads import usable_cores
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.presets import constants

@@ -13,7 +13,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.cores import on_all_cores
+from ds_fuyou.host.threads import starting_threads
 
 __all__ = ["update_rate"]
 
@@ -37,7 +37,7 @@ def update_rate(num_cores: int) -> float:
     begin = context.Barrier(num_cores)
     secs = context.Array("d", num_cores * _NUM_ROUNDS, lock=False)
     processes = [context.Process(target=_update, args=(place, begin, secs), daemon=True) for place in range(num_cores)]
-    with on_all_cores():
+    with starting_threads():
         for process in processes:
             process.start()
     running, end = processes, time.monotonic() + _LIMIT_SECS

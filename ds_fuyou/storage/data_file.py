@@ -24,12 +24,20 @@ __all__ = [
     "free_blocks",
     "open_data_file",
     "preallocate",
+    "what_gives_room",
 ]
 
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _ZERO_BYTES = 1024 * 1024
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+
+def what_gives_room(error: OSError) -> str:
+    """For the message: what to do where blocks cannot be allocated."""
+    if error.errno == errno.EFBIG:
+        return "raise the limit of a file's size (ulimit -f), or name an nvme_path whose file system has larger files"
+    return "free space or name another nvme_path"
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ def create_data_file(run: RunDirectory, num_bytes: int, direct: bool | None, buf
         try:
             preallocate(fd, num_bytes)
         except OSError as error:
-            message = f"{num_bytes} bytes cannot be allocated; free space or name another nvme_path"
+            message = f"{num_bytes} bytes cannot be allocated; {what_gives_room(error)}"
             raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
         return DataFile(fd, path, num_bytes, _choose_direct(fd, path, direct, buffered_because))
     except BaseException:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage.data_file import free_blocks, preallocate
+from ds_fuyou.storage.data_file import free_blocks, preallocate, what_gives_room
 from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.records import NotDurableError, write_manifest
@@ -83,7 +83,7 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
                     preallocate(file.fd, num_bytes, begin)
                 os.fdatasync(file.fd)  # how long it is
             except OSError as error:
-                message = f"{needed} more bytes cannot be allocated; free space"
+                message = f"{needed} more bytes cannot be allocated; {what_gives_room(error)}"
                 raise FuyouStorageError(error.errno or errno.EIO, message, str(file.path)) from error
         return _with_layout(files, StoreLayout((*layout.regions, *placed, *inside), sizes))
     except ManifestUnknownError:

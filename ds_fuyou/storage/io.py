@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
-from ds_fuyou.host.cores import on_all_cores
 from ds_fuyou.host.memory import HostPool
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.store import Extent
@@ -88,7 +88,7 @@ class IoLane:
     def __init__(self, settings: IoSettings, path_of: Callable[[int], Path | None]) -> None:
         core = load_core()
         backends = {"auto": core.IoBackend.AUTO, "io_uring": core.IoBackend.IO_URING, "threads": core.IoBackend.THREADS}
-        with on_all_cores():
+        with starting_threads():
             self.engine: Any = core.IoEngine(
                 backend=backends[settings.engine],
                 queue_depth=settings.queue_depth,

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ _LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10
+_NO_DESCRIPTOR_SECS = 5.0  # that a record waits for one
 
 
 class NotDurableError(FuyouStorageError):
@@ -260,8 +262,21 @@ def write_record(
 
 
 def _open_plain(dir_fd: int, name: str, flags: int) -> int:
-    """OSError if it is a link, a FIFO (which would be waited for, with locks held) or anything but a plain file."""
-    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    """OSError if it is a link, a FIFO (which would be waited for, with locks held) or anything but a plain file.
+
+    What has no descriptor left now may have one soon: a run does not end because its script opened many files just
+    while a step was committed.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    end = time.monotonic() + _NO_DESCRIPTOR_SECS
+    while True:
+        try:
+            fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() >= end:
+                raise
+        time.sleep(0.01)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a plain file")

@@ -89,7 +89,7 @@ def create_files(
             try:
                 item.file = create_data_file(item.run, num_bytes, options.direct, _no_direct(fact))
             except FuyouStorageError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 message = f"preallocation failed: {_needed_and_free(paths, layout.file_bytes, facts)}"
                 raise FuyouStorageError(error.errno, message, error.filename) from error

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StreamedFile
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
-from ds_fuyou.host.cores import on_all_cores
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.storage import ending
@@ -60,7 +60,7 @@ class Save:
         """See :attr:`publishes`."""
         self.publishes = publishes
         try:
-            with on_all_cores():
+            with starting_threads():
                 threading.Thread(target=self._run, name="fuyou-save", daemon=True).start()
         except Exception as error:  # no thread to be had: as if it had failed
             self._failed(error)

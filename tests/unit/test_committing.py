@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
+from ds_fuyou.storage import records
 from ds_fuyou.storage.store import SlotStore
 from tests.harness.small_core import ADAMW, hypers, small_core, step
 
@@ -70,6 +76,55 @@ def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: P
     finally:
         again.close()
         store.close(remove=True)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[Callable[[], None]]:
+    """Inside, until what it gives is called."""
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+
+    def give_back() -> None:
+        while held:
+            os.close(held.pop())
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        yield give_back
+    finally:
+        give_back()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_commit_waits_for_a_descriptor(tmp_path: Path) -> None:
+    """A script that opens many files for a moment would else end the run, whose steps go on without."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), keep=True) as core:
+        step(core, 1)
+        core.commits.wait()
+        with no_descriptor_left() as give_back:
+            later = threading.Timer(0.3, give_back)
+            later.start()
+            step(core, 2)
+            core.commits.wait()
+            assert later.finished.is_set(), "there was one all the time"
+            later.join()
+        step(core, 3)
+        core.commits.wait()
+        assert core.store is not None
+        assert core.store.last_commit().step == 3
+
+
+def test_a_commit_that_gets_no_descriptor_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "_NO_DESCRIPTOR_SECS", 0.1)
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
+        step(core, 1)
+        core.commits.wait()
+        with no_descriptor_left():
+            step(core, 2)
+            with pytest.raises(FuyouStorageError, match=r"committing step 2 .*Too many open files"):
+                core.commits.wait()
 
 
 def test_what_is_to_be_given_back_after_the_end_stays_and_nobody_waits_for_it(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <cerrno>
 #include <utility>
 
 namespace fuyou {
@@ -12,6 +14,16 @@ namespace {
 thread_local const Backend* backend_of_this_thread = nullptr;
 
 }  // namespace
+
+std::int64_t transfer(const IoPiece& piece)
+{
+    const auto offset = static_cast<off_t>(piece.next_offset());
+    const ssize_t count =
+        piece.kind() == IoKind::kRead
+            ? pread(piece.fd, piece.next_buffer(), piece.next_num_bytes(), offset)
+            : pwrite(piece.fd, piece.next_buffer(), piece.next_num_bytes(), offset);
+    return count < 0 ? -errno : count;
+}
 
 bool Backend::is_engine_thread() const
 {

@@ -31,4 +31,7 @@ class Backend {
     std::thread start_thread(std::function<void()> body);
 };
 
+// What is left of a piece, by one system call of this thread: bytes, or a negative errno.
+std::int64_t transfer(const IoPiece& piece);
+
 }  // namespace fuyou

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "thread_backend.h"
 
-#include <unistd.h>
-
-#include <cerrno>
 #include <stdexcept>
 #include <string>
 
@@ -11,16 +8,6 @@ namespace fuyou {
 namespace {
 
 constexpr unsigned kMaxThreads = 256;
-
-std::int64_t transfer(const IoPiece& piece)
-{
-    const auto offset = static_cast<off_t>(piece.next_offset());
-    const ssize_t count =
-        piece.kind() == IoKind::kRead
-            ? pread(piece.fd, piece.next_buffer(), piece.next_num_bytes(), offset)
-            : pwrite(piece.fd, piece.next_buffer(), piece.next_num_bytes(), offset);
-    return count < 0 ? -errno : count;
-}
 
 }  // namespace
 

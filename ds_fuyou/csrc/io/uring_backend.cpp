@@ -218,7 +218,11 @@ int UringBackend::serve(UringRing& ring)
             }
             auto* piece = reinterpret_cast<IoPiece*>(completion.user_data);
             in_kernel_.erase(std::find(in_kernel_.begin(), in_kernel_.end(), piece));
-            advance(ring, piece, queue_.settle(*piece, completion.res));
+            // The kernel gives up what would block where it may start no thread for it (ulimit -u,
+            // pids.max). This one can wait instead.
+            const bool is_given_up = completion.res == -ECANCELED;
+            const std::int64_t result = is_given_up ? transfer(*piece) : completion.res;
+            advance(ring, piece, queue_.settle(*piece, result));
         }
     }
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cores of this process, and threads that may run on all of them.
+"""Starting threads: on which cores of this process they may run, and what is said where the system refuses them.
 
 Where OpenMP binds its threads (``OMP_PROC_BIND``, ``OMP_PLACES``; many clusters set them) it binds the thread that
 imports torch to one core, and whatever that thread starts inherits it: all updates and transfers, on the core that
@@ -9,11 +9,14 @@ trains.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["on_all_cores", "usable_cores"]
+from ds_fuyou.errors import FuyouStateError
+
+__all__ = ["starting_threads", "usable_cores"]
 
 
 def usable_cores() -> set[int]:
@@ -34,14 +37,23 @@ def _openmp_cores() -> set[int]:
 
 
 @contextmanager
-def on_all_cores() -> Iterator[None]:
-    """Threads and processes that this thread starts inside may run on :func:`usable_cores`."""
+def starting_threads() -> Iterator[None]:
+    """Threads and processes that this thread starts inside may run on :func:`usable_cores`.
+
+    Raises:
+        FuyouStateError: the system starts none any more.
+    """
     own, cores = os.sched_getaffinity(0), usable_cores()
-    if own == cores:
-        yield
-        return
-    os.sched_setaffinity(0, cores)
+    if own != cores:
+        os.sched_setaffinity(0, cores)
     try:
         yield
+    except RuntimeError as error:  # of C++, and of Python
+        if str(error) not in (os.strerror(errno.EAGAIN), "can't start new thread"):
+            raise
+        raise FuyouStateError(
+            "the system refuses another thread; raise the limit of processes (ulimit -u), or the container's (pids.max)"
+        ) from error
     finally:
-        os.sched_setaffinity(0, own)
+        if own != cores:
+            os.sched_setaffinity(0, own)
