@@ -42,6 +42,7 @@ _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "SLURM_NTASKS_PER_NODE",
 )
+_UNBOUND = ("", "false", "FALSE")
 
 
 def local_ranks() -> int:
@@ -72,7 +73,14 @@ def cores_of_rank() -> int:
         launcher = os.sched_getaffinity(os.getppid())
     except OSError:  # it has ended
         launcher = set()
-    return share_of_cores(usable_cores(), launcher, local_ranks())
+    own, all_cores = usable_cores(), os.cpu_count() or 1
+    if len(own) == 1 and all_cores > local_ranks() and os.environ.get("OMP_PROC_BIND", "") not in _UNBOUND:
+        log_once(
+            logging.WARNING,
+            f"this rank may use one core, of a machine of {all_cores}: OpenMP bound its launcher to it, which has "
+            "OMP_PROC_BIND in its environment, and with it what it starts. Unset it for the launcher",
+        )
+    return share_of_cores(own, launcher, local_ranks())
 
 
 def share_of_cores(own: set[int], launcher: set[int], ranks: int) -> int:

@@ -17,7 +17,7 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.storage.probe import PathFacts
-from ds_fuyou.zero import run_design, run_store
+from ds_fuyou.zero import budgets, run_design, run_store
 from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -54,6 +54,21 @@ def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> No
     assert share_of_cores({0, 1}, {0, 1}, 4) == 1
     assert share_of_cores(machine, set(), 2) == 8, "the launcher has ended"
     assert cores_of_rank() >= 1
+
+
+def test_one_core_that_the_launcher_was_bound_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(budgets, "log_once", lambda level, message: said.append(message))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    assert cores_of_rank() == 1
+    assert not said, "a container of one core is none of OpenMP's doing"
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert cores_of_rank() == 1
+    (message,) = said
+    assert "one core, of a machine of 64" in message
+    assert "OMP_PROC_BIND" in message
 
 
 def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
