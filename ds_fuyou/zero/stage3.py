@@ -64,7 +64,6 @@ from ds_fuyou.zero.optimizer_object import (
     require_type,
     run_hooks,
 )
-from ds_fuyou.zero.param_swapper import in_order
 from ds_fuyou.zero.rank_state import RankState
 from ds_fuyou.zero.run_design import TrainedModel
 from ds_fuyou.zero.run_facts import known_run
@@ -592,8 +591,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         waits = self.rank_state.core.options.overlap is not Overlap.BACKWARD_AND_FORWARD
         if not self.persistent_parameters or not (waits or self._trains_persistent or self._gathers_round):
             return False
-        with in_order(self.persistent_parameters):
-            self.persistent_parameters[0].all_gather(self.persistent_parameters)
+        self.persistent_parameters[0].all_gather(self.persistent_parameters)
         return True
 
     @cached_property
