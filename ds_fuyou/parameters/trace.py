@@ -12,6 +12,13 @@ the one counts that has the longest common past with now, of equal ones the late
 step like it, unless its end was expected. So a step of many micro-batches repeats as a whole, a token of a generation
 follows the one before it, and a batch of an evaluation the batch before it, whoever runs them; where their kind changes
 it is wrong a few times.
+
+[Note: what is doubtful]
+In such a period, what was expected and left out, or stood where exceptions came, is doubtful: walks ahead pass it by,
+and it counts neither among the places to what is expected later, nor, where it is an exception itself, among the six
+(but 64 of any kind in a row are looked up). It is trusted again when it is used where it is expected, and all are when
+32 in a row were. So of a token that uses 6 of 64 experts the layers' other parameters are read ahead, and experts when
+it is known which.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import bisect
 import heapq
 import sys
 from collections.abc import Callable, Hashable, Iterable
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 __all__ = ["AccessTrace", "Ahead"]
@@ -32,7 +39,11 @@ _MOST_LOOKED_AT = 512
 _LONGEST_PAST = 256
 _NEAR = 8
 _USES_NEAR = 16
+_LONG = _NEAR * _USES_NEAR
 _MOST_HELD = 6
+_MOST_DOUBTFUL = 64
+_RIGHT = 32
+_FARTHEST = 256
 _STEP = object()
 
 
@@ -51,6 +62,8 @@ class AccessTrace:
         self._step = (0, 0)  # where the last step began, and where it ended
         self._next_step: tuple[int, int | None] = (-1, None)  # at a turn
         self._held = 0  # uses in a row that were not expected, and changed nothing
+        self._doubtful: set[Hashable] = set()
+        self._num_right = self._num_wrong = 0  # uses in a row that were expected, and that were not
 
     @property
     def now(self) -> int:
@@ -71,10 +84,32 @@ class AccessTrace:
         is_expected = period and self._history[-period] is item
         self._note(item)
         if is_expected:
-            self._held = 0
-        elif turn != self.turn or not self._shift(item, period):  # a turn: some of the past was forgotten
+            self._held = self._num_wrong = 0
+            self._num_right += 1
+            if self._doubtful:
+                self._trust(item)
+            return
+        self._num_right, self._num_wrong = 0, self._num_wrong + 1
+        if turn != self.turn or not self._shift(item, period):  # a turn: some of the past was forgotten
             self._look_up(item)
             self.period = min(self.period, len(self._history))
+
+    def is_doubtful(self, item: Hashable) -> bool:
+        """Whether it was not used of late where it was expected, as one expert of many."""
+        return item in self._doubtful
+
+    def _trust(self, item: Hashable) -> None:
+        """``item`` was used where it was expected. So are all others, if many in a row were."""
+        self._doubtful.discard(item)
+        if self._num_right >= _RIGHT and self._doubtful:
+            self._doubtful.clear()
+            self.turn += 1  # walks come to them again
+
+    def _doubt(self, place: int, num_items: int) -> None:
+        """What was expected from ``place`` of the history on did not come."""
+        if self.period >= _LONG:
+            expected = takewhile(lambda item: item is not _STEP, self._history[place : place + num_items])
+            self._doubtful.update(expected)
 
     def end_step(self) -> None:
         """What follows is a step like the one that ended, unless more of the past says otherwise."""
@@ -132,23 +167,28 @@ class AccessTrace:
 
     def _shift(self, item: Hashable, period: int) -> bool:
         """After a use that was not expected, if it may be an exception (another expert, a layer left out): what was
-        expected goes on behind the item, if it is expected within a few places, or where it was.
+        expected goes on behind the item, if it is expected within a few places (doubtful ones do not count), or where
+        it was.
         """
         near = min(_NEAR, period // _USES_NEAR)
-        expected = len(self._history) - 1 - period
-        for skipped in range(1, near + 1):
-            if self._history[expected + skipped - 1] is _STEP:
-                break
-            if self._history[expected + skipped] is item:
-                self.period = period - skipped
+        history, doubtful = self._history, self._doubtful
+        begin = len(history) - 1 - period
+        for place in range(begin, min(begin + _FARTHEST, len(history) - 1)):
+            if history[place] is item and place > begin:
+                self._doubt(begin, place - begin)
+                self.period = len(history) - 1 - place
                 return True
-        if near < _NEAR or self._held >= _MOST_HELD:
+            near -= history[place] not in doubtful
+            if near < 0 or history[place] is _STEP:
+                break
+        if period < _LONG or self._held >= _MOST_HELD or self._num_wrong > _MOST_DOUBTFUL:
             return False
-        self._held += 1
+        self._held += item not in doubtful
         self.period = period + 1
         return True
 
     def _look_up(self, item: Hashable) -> None:
+        self._doubt(len(self._history) - 1 - self.period, self._held + 1)
         self.turn += 1
         self._held = 0
         here = self.now - 1
@@ -233,7 +273,11 @@ class Ahead:
         step = trace.next_step()
         while place < end and self._left > 0:
             item = trace.at(place)
-            if not trace.is_step(item) and self._wants(item, step is not None and place > step):
+            if (
+                not trace.is_step(item)
+                and not trace.is_doubtful(item)
+                and self._wants(item, step is not None and place > step)
+            ):
                 self._place = place
                 return item
             place += 1
@@ -258,7 +302,7 @@ class Ahead:
         if self._turn != self._trace.turn:
             self._follow()
         place = self._trace.next_place(item)
-        if place is None or place >= self._place or place in self._is_again:
+        if place is None or place >= self._place or place in self._is_again or self._trace.is_doubtful(item):
             return
         step = self._trace.next_step()
         if self._wants(item, step is not None and place > step):

@@ -228,6 +228,39 @@ def test_experts_are_not_read_again_and_again(num_matrices: int, most: float, is
     rank.store.close()
 
 
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(("share", "most", "most_trained"), [(0.1, 1.0, 0.06), (0.3, 0.8, 0.2)])
+def test_few_of_many_experts_are_read_when_they_are_used(
+    share: float, most: float, most_trained: float, is_alone: bool
+) -> None:
+    """Six of 64, and memory for less than a token uses, or for some of the last ones. What the token before had used
+    was read: 2.2 and 3.2 for each use. When all are used, in training, they are read ahead as ever.
+    """
+    num_layers, num_matrices, draw = 12, 3, random.Random(1)
+    width = 6 + 64 * num_matrices
+    count = num_layers * width
+    rank = Rank([(SIZE, True, False)] * count, int(share * count) * SIZE, is_alone=is_alone, rate=30 * SIZE)
+
+    def token() -> list[list[Partition]]:
+        used = []
+        for layer in range(0, count, width):
+            used += [layer + i for i in range(6)]
+            experts = sorted(draw.sample(range(64), 6))
+            used += [layer + 6 + expert * num_matrices + i for expert in experts for i in range(num_matrices)]
+        return [[rank.every[i]] for i in used]
+
+    forward = [[partition] for partition in rank.every]
+    rank.run(forward + forward[::-1])
+    rank.store.step_applied()
+    for _ in range(40):
+        rank.run(token())
+    num_used, _, num_read = map(sum, zip(*[rank.run(token()) for _ in range(10)], strict=True))
+    assert num_read / num_used < most
+    num_used, num_waited, _ = rank.run(forward + forward[::-1])
+    assert num_waited / num_used < most_trained
+    rank.store.close()
+
+
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.5])
 def test_several_ranks_read_ahead_of_what_they_offer(share: float) -> None:
     """Layers of seven matrices between two large ones, which make the window as large as what is read ahead."""

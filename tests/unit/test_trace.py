@@ -209,6 +209,51 @@ def test_a_long_past_is_forgotten_at_any_time(seed: int, monkeypatch: pytest.Mon
         assert step is None or (trace.cursor <= step < trace.now and trace.is_step(trace.at(step)))
 
 
+def test_what_comes_where_it_is_not_expected_is_doubtful() -> None:
+    """Layers of eight, of which each has one expert of many behind it: never the same."""
+    dense = [[100 * layer + i for i in range(8)] for layer in range(20)]
+    trace, experts = AccessTrace(), iter(range(10_000, 20_000))
+    for _ in range(3):
+        used = [next(experts) for _ in dense]
+        for layer, expert in zip(dense, used, strict=True):
+            for item in (*layer, expert):
+                trace.use(item)
+    turn = trace.turn
+    assert set(used) < set(upcoming(trace))
+    for layer in dense:
+        for item in (*layer, next(experts)):
+            trace.use(item)
+    assert all(map(trace.is_doubtful, used[:-1])), "the next use passes the last one"
+    assert not any(trace.is_doubtful(item) for layer in dense for item in layer)
+    assert trace.turn == turn, "exceptions"
+    # Now the same ones again and again: each is trusted when it came where it was expected.
+    used = [next(experts) for _ in dense]
+    for _ in range(2):
+        for layer, expert in zip(dense, used, strict=True):
+            for item in (*layer, expert):
+                trace.use(item)
+    assert not any(map(trace.is_doubtful, used))
+    assert set(used[:-1]) < set(upcoming(trace))
+
+
+def test_all_are_trusted_when_many_in_a_row_were_expected() -> None:
+    trace = AccessTrace()
+    for _ in range(2):
+        for item in range(200):
+            trace.use(item)
+    for item in (*range(50), *range(54, 100)):
+        trace.use(item)
+    assert not any(map(trace.is_doubtful, range(200))), "46 in a row"
+    for item in (100, 101, *range(105, 120)):
+        trace.use(item)
+    assert [item for item in range(200) if trace.is_doubtful(item)] == [102, 103, 104]
+    turn = trace.turn
+    for item in range(120, 140):
+        trace.use(item)
+    assert trace.turn > turn, "walks that have passed them come to them again"
+    assert not any(map(trace.is_doubtful, range(200)))
+
+
 def test_steps_end_where_they_ended() -> None:
     trace = recorded(*FORWARD, *BACKWARD)
     trace.use(1)
