@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
+from ds_fuyou.host.threads import starting_threads
 
 __all__ = ["add_arguments", "compare", "explanation", "nearness", "run"]
 
@@ -176,9 +177,10 @@ def _locked(path: str) -> Iterator[None]:
 
 def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:
     """Runs the command in a process group of its own, so that a launcher's ranks end with it."""
-    process = subprocess.Popen(
-        list(command), env={**os.environ, **recording}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    with starting_threads():
+        process = subprocess.Popen(
+            list(command), env={**os.environ, **recording}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         return process.wait(timeout)
     except BaseException:

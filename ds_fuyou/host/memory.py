@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ds_fuyou.errors import FuyouMemoryError
+from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.threads import starting_threads, usable_cores
 from ds_fuyou.ops.core import load_core
@@ -75,26 +75,29 @@ def aligned_tensor(num_bytes: int, *, inherited: bool = True) -> torch.Tensor:
     return made
 
 
-def _advise(address: int, num_bytes: int, advice: int) -> None:
-    """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing."""
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+def _advise(address: int, num_bytes: int, advice: int) -> bool:
+    """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing, and is False."""
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
 
 
-def bring_in_pages(address: int, num_bytes: int) -> None:
-    """Memory for pages that nobody has touched yet, of many by several threads; what they hold stays as it is.
+def bring_in_pages(address: int, num_bytes: int) -> bool:
+    """Memory for pages that nobody has touched yet, by several threads if they are many; what they hold stays as it is.
+    Whether all are there: before Linux 5.14 this does nothing.
 
-    A device's driver takes it in the thread that registers: 2.7 GB/s on an H100's host, where it registers pages that
-    are there at 39 GB/s (measured). Before Linux 5.14 this does nothing.
+    A device's driver would take it in the thread that registers: 2.7 GB/s on an H100's host, where it registers pages
+    that are there at 39 GB/s (measured).
     """
-    num_threads = min(_MOST_BRINGING_IN, len(usable_cores()), num_bytes // _BROUGHT_IN_BYTES)
-    if num_threads < 2:
-        _advise(address, num_bytes, _MADV_POPULATE_WRITE)
-        return
-    share = -(-num_bytes // num_threads // _HUGE_BYTES) * _HUGE_BYTES
-    # Who may start no threads registers as ever.
-    with suppress(RuntimeError), starting_threads(), ThreadPoolExecutor(num_threads) as threads:
-        for begin in range(0, num_bytes, share):
-            threads.submit(_advise, address + begin, min(share, num_bytes - begin), _MADV_POPULATE_WRITE)
+    num_threads = max(1, min(_MOST_BRINGING_IN, len(usable_cores()), num_bytes // _BROUGHT_IN_BYTES))
+    share = max(1, -(-num_bytes // num_threads // _HUGE_BYTES)) * _HUGE_BYTES
+    parts = [(address + begin, min(share, num_bytes - begin)) for begin in range(0, num_bytes, share)]
+
+    def bring_in(part: tuple[int, int]) -> bool:
+        return _advise(*part, _MADV_POPULATE_WRITE)
+
+    if len(parts) > 1:
+        with suppress(FuyouStateError), starting_threads(), ThreadPoolExecutor(len(parts)) as threads:
+            return all([*threads.map(bring_in, parts)])
+    return all([*map(bring_in, parts)])
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:

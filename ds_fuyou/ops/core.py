@@ -59,6 +59,6 @@ def load_core() -> ModuleType:
     Raises:
         FuyouBuildError: no compiler, a compile error, or a cache that cannot be written.
     """
-    with starting_threads():
+    with starting_threads():  # compilers
         module: ModuleType = builder_module().FuyouCoreBuilder().load()
     return module

@@ -54,7 +54,7 @@ class ChunkValues:
 
     def initialize(self, source: Source, progress: Callable[[int], None]) -> None:
         """P32 and P16 of every chunk from ``source``, in the model dtype; moments on storage stay a flag, and in memory
-        what they are, where nothing has been written yet: zeros.
+        the zeros that new pages are: once, before anything else is written.
 
         ``progress`` is called with the number of elements done.
         """
@@ -71,8 +71,8 @@ class ChunkValues:
     def _put_p32(self, chunk: Chunk, values: torch.Tensor) -> list[Transfer]:
         place, state = self._place, self._place.state(chunk.index)
         part = place.whole.num_master_bytes(chunk.numel)
-        if state is not None:  # zeros, as the system gives them; taken now, that what is free is known
-            bring_in_pages(state.data_ptr(), state.nbytes)
+        if state is not None and not bring_in_pages(state.data_ptr(), state.nbytes):
+            state.zero_()  # it is: that its memory is taken now, and what is free is known
         if state is not None and not place.resident.is_split:
             state[:part].view(torch.float32)[: chunk.numel].copy_(values)
             return []

@@ -26,7 +26,7 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor, round_up_to_page
-from ds_fuyou.host.threads import starting_threads
+from ds_fuyou.host.threads import starting_threads, stay_unbound
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer.norms import any_squares
 from ds_fuyou.storage.io import Transfer
@@ -47,7 +47,7 @@ class Helpers:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._pool = ThreadPoolExecutor(num_threads, "fuyou-sums") if num_threads > 1 else None
+        self._pool = ThreadPoolExecutor(num_threads, "fuyou-sums", stay_unbound) if num_threads > 1 else None
 
     def add(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """``target += values``, rounded as torch does it at once."""
@@ -157,14 +157,16 @@ class HostSums:
     def submit(self, one: HostSum) -> HostSum:
         """Hands over a sum whose staging is the memory given last."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fuyou-sums", daemon=True)
+            thread = threading.Thread(target=self._run, name="fuyou-sums", daemon=True)
             with starting_threads():
-                self._thread.start()
+                thread.start()
+            self._thread = thread
         self._lent.append((one, self._free.pop()))
         self._orders.put(one)
         return one
 
     def _run(self) -> None:
+        stay_unbound()
         helpers = Helpers(self._num_helpers)
         while (one := self._orders.get()) is not None:
             one.run(self._device, helpers)

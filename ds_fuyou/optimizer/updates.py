@@ -202,6 +202,7 @@ class WindowUpdates:
     def _keep_prepared(self, work: Mapping[int, tuple[Run, ...]], rules: StepRules, multiplier: float) -> set[int]:
         """Speculated chunks that did exactly what this step does; the others, and what was held in vain, go."""
         window = self._window
+        # Once: each chunk that compared all hyperparameters, of which every sub-group has some, would be quadratic.
         kept, is_same_step = set(), bool(window.prepared) and window.began_as(rules, multiplier)
         for chunk, runs in window.prepared.items():
             if is_same_step and work.get(chunk) == runs and not window.is_overridden(chunk):

@@ -68,14 +68,10 @@ class Window:
         self.rules, self.multiplier, self.start = rules, multiplier, start
 
     def began_as(self, rules: StepRules, multiplier: float) -> bool:
-        """Whether the last micro-batch began with these. (There is one hyperparameter a sub-group: ask once a step.)"""
+        """Whether the last micro-batch began with these."""
         mine = self.rules
-        return (
-            mine is not None
-            and multiplier == self.multiplier
-            and mine.step == rules.step
-            and mine.hypers == rules.hypers
-        )
+        is_same_step = mine is not None and mine.step == rules.step and mine.hypers == rules.hypers
+        return is_same_step and multiplier == self.multiplier
 
     def await_gradient(self, chunk: int, param: int) -> None:
         """A gradient is on its way. A chunk that was complete is so again when all its gradients came again."""

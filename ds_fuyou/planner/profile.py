@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.files import cache_path, replacing
-from ds_fuyou.host.threads import usable_cores
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.hardware import NO_THREADS, ThreadSecs
 from ds_fuyou.planner.plan import PlanInput
@@ -291,7 +290,7 @@ def machine_fingerprint(device: str, storage: Sequence[str], settings: object) -
     """Of this machine: processor, cores of this process, memory, the device, what the paths lie on, I/O settings."""
     cpu = next((line for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "")
     memory = next((line for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), "")
-    return fingerprint_of(cpu, len(usable_cores()), memory, device, *storage, settings)
+    return fingerprint_of(cpu, len(os.sched_getaffinity(0)), memory, device, *storage, settings)
 
 
 def _lines(path: str) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.threads import usable_cores
+from ds_fuyou.host.threads import starting_threads, usable_cores
 from ds_fuyou.planner.hardware import Machine
 from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.presets import constants
@@ -79,7 +79,10 @@ def measure_machine(directories: Sequence[Path], file_bytes: int = FILE_BYTES) -
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     limit_secs = _TIMEOUT_SECS * max(1, len(directories) * -(-file_bytes // FILE_BYTES))
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_secs, check=False)
+        with starting_threads():
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=limit_secs, check=False
+            )
     except subprocess.TimeoutExpired:
         raise FuyouStateError(f"this machine could not be measured within {limit_secs} s") from None
     if done.returncode != 0:

@@ -235,7 +235,7 @@ def write_record(
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
     temporary, is_replaced = f"{name}.tmp", False
     try:
-        fd = _open_plain(dir_fd, temporary, os.O_WRONLY | os.O_CREAT | (0 if keeps_room else os.O_TRUNC))
+        fd = _open_new(dir_fd, temporary, os.O_WRONLY | os.O_CREAT | (0 if keeps_room else os.O_TRUNC))
         try:
             if keeps_room:
                 body = _filled_up(name, body, os.fstat(fd).st_size, _size_of(dir_fd, name))
@@ -261,22 +261,23 @@ def write_record(
         raise FuyouStorageError(number, f"writing {name} failed; what it said before stands", path) from error
 
 
-def _open_plain(dir_fd: int, name: str, flags: int) -> int:
-    """OSError if it is a link, a FIFO (which would be waited for, with locks held) or anything but a plain file.
-
-    What has no descriptor left now may have one soon: a run does not end because its script opened many files just
-    while a step was committed.
+def _open_new(dir_fd: int, name: str, flags: int) -> int:
+    """:func:`_open_plain`, a little later where no descriptor is left now: a run does not end because its script opened
+    many files just while a step was committed.
     """
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     end = time.monotonic() + _NO_DESCRIPTOR_SECS
     while True:
         try:
-            fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
-            break
+            return _open_plain(dir_fd, name, flags)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() >= end:
                 raise
         time.sleep(0.01)
+
+
+def _open_plain(dir_fd: int, name: str, flags: int) -> int:
+    """OSError if it is a link, a FIFO (which would be waited for, with locks held) or anything but a plain file."""
+    fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, "not a plain file")

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.checkpoint.streamed_file import StreamedFile
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
-from ds_fuyou.host.threads import starting_threads
+from ds_fuyou.host.threads import starting_threads, stay_unbound
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.optimizer.snapshot import Snapshot
 from ds_fuyou.storage import ending
@@ -68,6 +68,7 @@ class Save:
 
     def _run(self) -> None:
         try:
+            stay_unbound()
             try:
                 for file in reversed(self._files):  # states come last, and updates wait for them
                     file.fill_rest(self._check)

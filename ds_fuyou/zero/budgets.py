@@ -14,7 +14,7 @@ import torch
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.device import Device
-from ds_fuyou.host.threads import usable_cores
+from ds_fuyou.host.threads import openmp_cores, usable_cores
 from ds_fuyou.log import log_once
 from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.device import rank_device
@@ -42,7 +42,6 @@ _LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "SLURM_NTASKS_PER_NODE",
 )
-_UNBOUND = ("", "false", "FALSE")
 
 
 def local_ranks() -> int:
@@ -74,11 +73,11 @@ def cores_of_rank() -> int:
     except OSError:  # it has ended
         launcher = set()
     own, all_cores = usable_cores(), os.cpu_count() or 1
-    if len(own) == 1 and all_cores > local_ranks() and os.environ.get("OMP_PROC_BIND", "") not in _UNBOUND:
+    if len(own) == 1 and launcher <= own and all_cores > local_ranks() and openmp_cores():
         log_once(
             logging.WARNING,
-            f"this rank may use one core, of a machine of {all_cores}: OpenMP bound its launcher to it, which has "
-            "OMP_PROC_BIND in its environment, and with it what it starts. Unset it for the launcher",
+            f"this rank, and its launcher, may use one core of {all_cores}. If nothing else says so, OpenMP bound the "
+            "launcher, and with it what it starts: unset OMP_PROC_BIND and OMP_PLACES in its environment",
         )
     return share_of_cores(own, launcher, local_ranks())
 

@@ -61,13 +61,17 @@ def test_one_core_that_the_launcher_was_bound_to_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(budgets, "log_once", lambda level, message: said.append(message))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.delenv("OMP_PROC_BIND", raising=False)
+    monkeypatch.setattr(budgets, "usable_cores", lambda: {0})
     assert cores_of_rank() == 1
     assert not said, "a container of one core is none of OpenMP's doing"
-    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    monkeypatch.setattr(budgets, "openmp_cores", lambda: {0})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert cores_of_rank() == 1
+    assert not said, "the launcher has more: it gave this rank one"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     assert cores_of_rank() == 1
     (message,) = said
-    assert "one core, of a machine of 64" in message
+    assert "may use one core of 64" in message
     assert "OMP_PROC_BIND" in message
 
 

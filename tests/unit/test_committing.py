@@ -104,11 +104,12 @@ def test_a_commit_waits_for_a_descriptor(tmp_path: Path) -> None:
         step(core, 1)
         core.commits.wait()
         with no_descriptor_left() as give_back:
-            later = threading.Timer(0.3, give_back)
+            is_over = threading.Event()
+            later = threading.Timer(0.3, lambda: (is_over.set(), give_back()))
             later.start()
             step(core, 2)
             core.commits.wait()
-            assert later.finished.is_set(), "there was one all the time"
+            assert is_over.is_set(), "there was one all the time"
             later.join()
         step(core, 3)
         core.commits.wait()

@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host import memory
 from ds_fuyou.host.device import HostDevice
-from ds_fuyou.host.memory import PageLocks
+from ds_fuyou.host.memory import PageLocks, resident_bytes
 from ds_fuyou.optimizer.clip_policy import Overlap
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
@@ -21,8 +23,10 @@ from ds_fuyou.optimizer.options import CoreOptions
 from ds_fuyou.optimizer.placement import ChunkPlacement, regions_for
 from ds_fuyou.optimizer.residency import ChunkResidency, spread_evenly
 from ds_fuyou.optimizer.rules import GroupHyper, OptimizerKind
+from ds_fuyou.state_layout import FP32, INT8
 from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.store import RunIdentity, SlotStore
+from tests.harness.small_core import small_core
 
 K = CUT_ELEMENTS
 LIMITS = LayoutLimits(max_elements=K, min_elements=K)
@@ -238,3 +242,28 @@ def test_a_parameter_that_lies_in_both_is_read_and_replaced_as_one(tmp_path: Pat
             assert torch.equal(core.params.read(span), before[span.name])
         train(core, (1.0,))
         assert not torch.equal(core.params.read(spread), values)
+
+
+@pytest.mark.parametrize("moments", [FP32, INT8])
+@pytest.mark.parametrize("brings_in", [True, False])
+def test_memory_of_states_is_taken_when_they_are_made(
+    moments: str, brings_in: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in the first step: what is free after the build is what others may have. (A system before Linux 5.14 does not
+    bring pages in.)"""
+    taken, initialize = [], OutOfCoreOptimizer.initialize
+
+    def measured(core: OutOfCoreOptimizer, *arguments: Any) -> None:
+        before = resident_bytes()
+        initialize(core, *arguments)
+        taken.append(resident_bytes() - before)
+
+    monkeypatch.setattr(OutOfCoreOptimizer, "initialize", measured)
+    if not brings_in:
+        monkeypatch.setattr(memory, "_MADV_POPULATE_WRITE", 12_345)
+    layout = build_layout([[("a", "a", 8 << 20, 0)]], LayoutLimits(max_elements=4 << 20, min_elements=K))
+    with small_core(tmp_path, layout, residency=(0.0, 1.0, 0.0), moments=moments) as core:
+        states = [core.place.state(chunk.index) for chunk in layout.chunks]
+        assert taken[0] >= 0.95 * sum(state.nbytes for state in states if state is not None)
+        for chunk in layout.chunks:
+            assert not any(part.any() for part in core.states.read(chunk.index)[1:])
