@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
+from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.threads import starting_threads, usable_cores
 from ds_fuyou.ops.core import load_core
@@ -95,7 +95,7 @@ def bring_in_pages(address: int, num_bytes: int) -> bool:
         return _advise(*part, _MADV_POPULATE_WRITE)
 
     if len(parts) > 1:
-        with suppress(FuyouStateError), starting_threads(), ThreadPoolExecutor(len(parts)) as threads:
+        with suppress(RuntimeError), starting_threads(), ThreadPoolExecutor(len(parts)) as threads:
             return all([*threads.map(bring_in, parts)])
     return all([*map(bring_in, parts)])
 

@@ -47,15 +47,15 @@ def starting_threads() -> Iterator[None]:
     """Threads and processes that this thread starts inside may run on :func:`usable_cores`.
 
     Raises:
-        FuyouStateError: the system starts none any more.
+        FuyouStateError: the system starts no more threads.
     """
     own, cores = os.sched_getaffinity(0), usable_cores()
     if own != cores:
         _move_to(cores)
     try:
         yield
-    except (RuntimeError, BlockingIOError) as error:  # of C++ and of Python; of a process
-        if os.strerror(errno.EAGAIN) not in str(error) and str(error) != "can't start new thread":
+    except RuntimeError as error:  # of C++, and of Python
+        if str(error) not in (os.strerror(errno.EAGAIN), "can't start new thread"):
             raise
         raise FuyouStateError(
             "the system refuses another thread; raise the limit of processes (ulimit -u), or the container's (pids.max)"

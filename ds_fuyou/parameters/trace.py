@@ -16,9 +16,9 @@ it is wrong a few times.
 [Note: what is doubtful]
 In such a period, what was expected and left out, or stood where exceptions came, is doubtful: walks ahead pass it by,
 and it counts neither among the places to what is expected later, nor, where it is an exception itself, among the six
-(but 64 of any kind in a row are looked up). It is trusted again when it is used where it is expected, and all are when
-32 in a row were. So of a token that uses 6 of 64 experts the layers' other parameters are read ahead, and experts when
-it is known which.
+(but 64 of any kind in a row are looked up). To be used where it is expected outweighs two times that it is not, so a
+layer that is left out now and then is read ahead; when 128 uses in a row were expected all are trusted again. So of a
+token that uses 6 of 64 experts the layers' other parameters are read ahead, and experts when it is known which.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _USES_NEAR = 16
 _LONG = _NEAR * _USES_NEAR
 _MOST_HELD = 6
 _MOST_DOUBTFUL = 64
-_RIGHT = 32
+_RIGHT = 128
+_MOST_DOUBTS = 2
 _FARTHEST = 256
 _STEP = object()
 
@@ -62,7 +63,7 @@ class AccessTrace:
         self._step = (0, 0)  # where the last step began, and where it ended
         self._next_step: tuple[int, int | None] = (-1, None)  # at a turn
         self._held = 0  # uses in a row that were not expected, and changed nothing
-        self._doubtful: set[Hashable] = set()
+        self._doubts: dict[Hashable, int] = {}  # of what was left out once: above 0 it is doubtful
         self._num_right = self._num_wrong = 0  # uses in a row that were expected, and that were not
 
     @property
@@ -86,7 +87,7 @@ class AccessTrace:
         if is_expected:
             self._held = self._num_wrong = 0
             self._num_right += 1
-            if self._doubtful:
+            if self._doubts:
                 self._trust(item)
             return
         self._num_right, self._num_wrong = 0, self._num_wrong + 1
@@ -96,20 +97,22 @@ class AccessTrace:
 
     def is_doubtful(self, item: Hashable) -> bool:
         """Whether it was not used of late where it was expected, as one expert of many."""
-        return item in self._doubtful
+        return self._doubts.get(item, 0) > 0
 
     def _trust(self, item: Hashable) -> None:
         """``item`` was used where it was expected. So are all others, if many in a row were."""
-        self._doubtful.discard(item)
-        if self._num_right >= _RIGHT and self._doubtful:
-            self._doubtful.clear()
-            self.turn += 1  # walks come to them again
+        doubt = self._doubts.get(item)
+        if doubt is not None:
+            self._doubts[item] = max(doubt - 2, -_MOST_DOUBTS)
+        if self._num_right >= _RIGHT:
+            self.turn += any(doubt > 0 for doubt in self._doubts.values())  # walks come to them again
+            self._doubts.clear()
 
     def _doubt(self, place: int, num_items: int) -> None:
         """What was expected from ``place`` of the history on did not come."""
         if self.period >= _LONG:
-            expected = takewhile(lambda item: item is not _STEP, self._history[place : place + num_items])
-            self._doubtful.update(expected)
+            for item in takewhile(lambda item: item is not _STEP, self._history[place : place + num_items]):
+                self._doubts[item] = min(self._doubts.get(item, 0) + 1, _MOST_DOUBTS)
 
     def end_step(self) -> None:
         """What follows is a step like the one that ended, unless more of the past says otherwise."""
@@ -171,19 +174,19 @@ class AccessTrace:
         it was.
         """
         near = min(_NEAR, period // _USES_NEAR)
-        history, doubtful = self._history, self._doubtful
+        history = self._history
         begin = len(history) - 1 - period
         for place in range(begin, min(begin + _FARTHEST, len(history) - 1)):
             if history[place] is item and place > begin:
                 self._doubt(begin, place - begin)
                 self.period = len(history) - 1 - place
                 return True
-            near -= history[place] not in doubtful
+            near -= not self.is_doubtful(history[place])
             if near < 0 or history[place] is _STEP:
                 break
         if period < _LONG or self._held >= _MOST_HELD or self._num_wrong > _MOST_DOUBTFUL:
             return False
-        self._held += item not in doubtful
+        self._held += not self.is_doubtful(item)
         self.period = period + 1
         return True
 

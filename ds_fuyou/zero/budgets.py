@@ -73,7 +73,7 @@ def cores_of_rank() -> int:
     except OSError:  # it has ended
         launcher = set()
     own, all_cores = usable_cores(), os.cpu_count() or 1
-    if len(own) == 1 and launcher <= own and all_cores > local_ranks() and openmp_cores():
+    if len(own) == 1 and launcher == own and all_cores > local_ranks() and openmp_cores():
         log_once(
             logging.WARNING,
             f"this rank, and its launcher, may use one core of {all_cores}. If nothing else says so, OpenMP bound the "
