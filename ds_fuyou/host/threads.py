@@ -49,7 +49,8 @@ def starting_threads() -> Iterator[None]:
     Raises:
         FuyouStateError: the system starts no more threads.
     """
-    own, cores = os.sched_getaffinity(0), usable_cores()
+    own = os.sched_getaffinity(0)
+    cores = own | openmp_cores()
     if own != cores:
         _move_to(cores)
     try:

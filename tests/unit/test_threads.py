@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 
 from ds_fuyou.host.threads import starting_threads, usable_cores
-from tests.harness.limits import HANG_SECS
 
 _CORE_OF_THREE_THREADS = """
 import json, os, sys
@@ -48,18 +45,14 @@ print(json.dumps([sorted(before), sorted(os.sched_getaffinity(0)), sorted(cores)
 
 
 @pytest.mark.parametrize("binding", [{"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "threads", "OMP_PROC_BIND": "spread"}])
-def test_threads_are_not_bound_to_the_core_that_trains(binding: dict[str, str], tmp_path: Path) -> None:
+def test_threads_are_not_bound_to_the_core_that_trains(
+    binding: dict[str, str], tmp_path: Path, run_python: Callable[..., Any]
+) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         pytest.skip("one core")
-    done = subprocess.run(
-        [sys.executable, "-c", _CORE_OF_THREE_THREADS, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "2", **binding},
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=HANG_SECS,
-        check=True,
-    )
+    done = run_python(["-c", _CORE_OF_THREE_THREADS, str(tmp_path)], OMP_NUM_THREADS="2", **binding)
+    assert done.returncode == 0, done.stderr
     before, after, found, of_rank, ours = json.loads(done.stdout.splitlines()[-1])
     assert len(before) == 1, "nothing is bound, so nothing was tested"
     assert after == before, "the thread that trains stays where OpenMP put it"
