@@ -282,8 +282,8 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
-        "a model that is saved is read ahead, and not written back",
-        _from_zero("gathering:consolidated"),
+        "a model that is saved is read ahead, not written back, and on storage where memory has no room",
+        _from_zero("consolidated:consolidated"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.parameter_offload",

@@ -16,12 +16,10 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from ds_fuyou.ds_json import activation_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.param_swapper import (
     in_order,
-    only_reading,
     partition_bytes,
     partition_of,
     stores_of,
@@ -29,7 +27,6 @@ from ds_fuyou.zero.param_swapper import (
 )
 
 __all__ = [
-    "consolidated",
     "for_training",
     "in_portions",
     "in_use_order",
@@ -270,24 +267,3 @@ def in_use_order(module: torch.nn.Module) -> list[Parameter]:
     ``state_dict``."""
     every = (param for child in module.modules() for param in child.parameters(recurse=False))
     return list(dict.fromkeys(param for param in every if is_zero_param(param)))
-
-
-def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_zero3_consolidated_16bit_state_dict``: gathers module by module, each as though it would be edited, which
-    writes it back. Nothing is: all is read ahead, and nothing written. DeepSpeed's dictionary is part of a cycle (the
-    function that fills it calls itself), which holds the whole model until Python looks for cycles; this one is not.
-    """
-
-    @functools.wraps(original)
-    def _zero3_consolidated_16bit_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if activation_of(self._config) is None:
-            return original(self, *args, **kwargs)
-        with in_order(in_use_order(self.module), is_saved=True), only_reading():
-            found = original(self, *args, **kwargs)
-        if found is None:  # not the first rank
-            return None
-        values = type(found)(found)
-        found.clear()
-        return values
-
-    return _zero3_consolidated_16bit_state_dict

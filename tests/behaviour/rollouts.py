@@ -30,7 +30,7 @@ MODEL = {"num_layers": 6, "width": 256}
 NUM_TOKENS = 8
 
 
-def engine_of(swap: str | None, *, trains: bool = True, **plan: Any) -> Any:
+def engine_of(swap: str | None, *, trains: bool = True, tied: bool = False, **plan: Any) -> Any:
     """With P16 on storage, or a stock engine where ``swap`` is None."""
     trace = plan.pop("trace", None)
     config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
@@ -38,7 +38,7 @@ def engine_of(swap: str | None, *, trains: bool = True, **plan: Any) -> Any:
         config["fuyou"] = block(swap, "all", "speculate", **plan) | ({} if trace is None else {"trace": trace})
     torch.manual_seed(1)
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = build_model(MODEL)
+        model = build_model(MODEL | {"tied": tied})
     given = {"model_parameters": model.parameters()} if trains else {}
     engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     return engine
@@ -382,6 +382,86 @@ def saved(swap: str) -> dict[str, Any]:
     return {"same": same, "found": found, "model": reads.all_bytes, **held_too}
 
 
+def scarce(swap: str) -> dict[str, Any]:
+    """The 16-bit state dictionary where host memory has no room for it: in a file, or as before if that cannot be."""
+    from ds_fuyou.storage.memory_mapped import MappedTensors
+    from ds_fuyou.zero import consolidated
+
+    consolidated.available_host_bytes = lambda: 1_000_000
+    stock, engine = engine_of(None, tied=True), engine_of(swap, tied=True, prefetch_bytes=1_500_000)
+    for each in (stock, engine):
+        each._config.zero_config.gather_16bit_weights_on_model_save = True
+        each.module.register_buffer("empty", torch.empty(0, 3))
+        each.module.register_buffer("steps", torch.tensor(3))
+        train(each, 0, 2)
+    is_first = torch.distributed.get_rank() == 0
+
+    def gathered(engine: Any, **given: Any) -> dict[str, torch.Tensor]:
+        return engine._zero3_consolidated_16bit_state_dict(**given) or {}
+
+    theirs = {name: value.clone() for name, value in gathered(stock).items()}
+    ours = gathered(engine)
+    same = [ours.keys() == theirs.keys(), list(ours) == list(theirs), equal(ours, theirs)]
+    same.append(not is_first or ours["head.weight"] is ours["tokens.weight"])
+    found = {"in a file": [is_mapped(value) for value in ours.values() if value.numel()]}
+    for value in {id(value): value for value in ours.values()}.values():
+        value.mul_(2)  # the script's own: nothing of the model
+    same.append(equal(ours, {name: value * 2 for name, value in theirs.items()}))
+    same.append(equal(gathered(engine), theirs))
+    engine.save_16bit_model(swap, "saved.bin")
+    if is_first:
+        same.append(equal(torch.load(Path(swap) / "saved.bin"), theirs))
+        (Path(swap) / "saved.bin").unlink()
+    first = next(iter(engine.module.parameters()))
+    for param in engine.module.parameters():
+        param.requires_grad_(param is first)
+    of_first = gathered(engine, exclude_frozen_parameters=True)
+    same.append(all(torch.equal(value, theirs[name]) for name, value in of_first.items()))
+    for param in engine.module.parameters():
+        param.requires_grad_(True)
+
+    keep, calls = MappedTensors.keep, []
+
+    def failing(self: Any, values: torch.Tensor) -> torch.Tensor:
+        calls.append(values)
+        if len(calls) > 3:
+            raise OSError(5, "the disk failed")
+        return keep(self, values)
+
+    MappedTensors.keep = failing
+    kept = gathered(engine)
+    same.append(equal(kept, theirs))
+    found["some in a file"] = [is_mapped(value) for value in kept.values() if value.numel()]
+    MappedTensors.keep = keep
+    consolidated.MappedTensors = refused
+    kept = gathered(engine)
+    same.append(equal(kept, theirs))
+    found["none in a file"] = [is_mapped(value) for value in kept.values()]
+    train(stock, 2, 4)
+    train(engine, 2, 4)
+    same.append(equal(states(stock), states(engine)))
+    engine.destroy()
+    same.append(equal(ours, {name: value * 2 for name, value in theirs.items()}))
+    return {"same": same, **found}
+
+
+def refused(*_: Any) -> Any:
+    raise OSError(28, "no space left")
+
+
+refused.size_of = lambda *_: 0  # type: ignore[attr-defined]
+
+
+def is_mapped(value: torch.Tensor) -> bool:
+    """Whether a tensor lies in a file that has no name."""
+    at = value.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= at < end:
+            return line.endswith("(deleted)")
+    return False
+
+
 @contextlib.contextmanager
 def asleep(engine: Any, **how: Any) -> Iterator[None]:
     engine.offload_states(**how)
@@ -464,6 +544,7 @@ SCENARIOS: dict[str, Any] = {
     "between": between,
     "frozen": frozen,
     "saved": saved,
+    "scarce": scarce,
     "sleep": sleep,
     "ranks": ranks,
 }

@@ -6,6 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.behaviour.test_engines import run
 
 SCRIPT = "rollouts.py"
@@ -103,6 +105,17 @@ def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_pat
     assert merged["bytes"] <= 1.5 * found["model"], "the pool reads on into the next forward"
     assert found["held"] == 0, "a state dictionary takes none of the look-ahead's memory"
     assert not found["is held"], "what nobody refers to any more is gone, whenever Python collects cycles"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_saved_lies_on_storage_where_memory_has_no_room_for_it(num_ranks: int, tmp_path: Path) -> None:
+    for rank, found in enumerate(run("scarce", tmp_path / "swap", num_ranks=num_ranks, script=SCRIPT)):
+        assert all(found["same"]), found
+        if rank == 0:
+            assert all(found["in a file"])
+            assert any(found["some in a file"])
+            assert not all(found["some in a file"])
+        assert not any(found["none in a file"])
 
 
 def test_sleep_leaves_nothing_gathered_and_waking_reads_ahead(tmp_path: Path) -> None:
