@@ -73,6 +73,9 @@ class Device(Protocol):
         memory of it, which is another rank's.
         """
 
+    def as_current(self) -> AbstractContextManager[Any]:
+        """The same for as long as the context is open: for what Python's collector may run in any thread."""
+
     def random_state(self) -> torch.Tensor:
         """Of the generator that draws on it where the script names none; a copy, in host memory."""
 
@@ -131,6 +134,9 @@ class HostDevice:
 
     def make_current(self) -> None:
         """There is one."""
+
+    def as_current(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def random_state(self) -> torch.Tensor:
         return torch.get_rng_state()

@@ -101,9 +101,12 @@ def bring_in_pages(address: int, num_bytes: int) -> bool:
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:
-    """The pages that a contiguous tensor begins with and fills, to the system; of an :func:`aligned_tensor`. They are
-    zeros for whoever reads them after that."""
-    _advise(tensor.data_ptr(), round_up_to_page(tensor.nbytes), mmap.MADV_DONTNEED)
+    """The pages of the system that a contiguous tensor fills, to the system (some have 64 KiB); of an
+    :func:`aligned_tensor`. They are zeros for whoever reads them after that."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        _advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

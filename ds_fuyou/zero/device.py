@@ -144,10 +144,14 @@ class AcceleratorDevice:
         return True
 
     def synchronize(self) -> None:
-        self._accelerator.synchronize()
+        self._accelerator.synchronize(self.torch_device.index)
 
     def make_current(self) -> None:
         self._accelerator.set_device(self.torch_device.index)
+
+    def as_current(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = torch.get_device_module(self.torch_device).device(self.torch_device)
+        return context
 
     def random_state(self) -> torch.Tensor:
         state: torch.Tensor = self._accelerator.get_rng_state()

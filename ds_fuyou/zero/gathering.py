@@ -69,13 +69,17 @@ def in_portions(original: Callable[..., Any]) -> Callable[..., Any]:
             settle(param_list)
         stores = [] if async_op else stores_of(param_list)
         if not stores:
-            return original(self, param_list, async_op=async_op, hierarchy=hierarchy)
+            gather = original(self, param_list, async_op=async_op, hierarchy=hierarchy)
+            if not async_op:
+                _await_copies(param_list)
+            return gather
         with in_order(param_list):
             for portion in _portions(param_list, max(1, min(store.read_bytes for store in stores) // 4)):
                 away = [param for param in portion if param.ds_status is ZeroParamStatus.NOT_AVAILABLE]
                 original(self, portion, async_op=False, hierarchy=hierarchy)
                 if dist.get_world_size() > 1:
                     _let_go(away)
+        _await_copies(param_list)
         for param in param_list:
             partition = partition_of(param)
             if partition is not None and partition.store is not None:
@@ -100,6 +104,15 @@ def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Pa
         portion.append(param)
         num_bytes += size
     yield portion
+
+
+def _await_copies(params: Sequence[Parameter]) -> None:
+    """Of one rank, as stock does behind a gather that it does not return a handle of: a script may use the values on
+    another stream, and what is gathered next is copied on another one, whose end says nothing of these copies."""
+    if dist.get_world_size() == 1 and any(map(swaps_here, params)):
+        device = rank_device()
+        if not device.is_host:
+            device.current_stream().synchronize()
 
 
 def _let_go(params: Sequence[Parameter]) -> None:

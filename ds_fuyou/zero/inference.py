@@ -220,8 +220,9 @@ class InferenceReads:
 
 
 def _unlock(device: Device, locks: PageLocks) -> None:
-    failure_of(device)  # no copy may be in flight when memory is unpinned
-    locks.release()
+    with device.as_current():
+        failure_of(device)  # no copy may be in flight when memory is unpinned
+        locks.release()
 
 
 def _nothing() -> None:

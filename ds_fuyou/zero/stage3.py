@@ -551,7 +551,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.checkpoint_state.restore_from_params()
 
     def _replaced(self) -> AbstractContextManager[None]:
-        """``load_checkpoint`` has partitioned all parameters by then."""
+        """``load_checkpoint`` has partitioned all parameters by then. Nothing is copied from P16 that changes."""
+        self.rank_state.device.synchronize()
         return nullcontext() if self.checkpoint_state.meetings is not None else replaced(self.module)
 
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
@@ -639,6 +640,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _end(self, why: str) -> None:
         if self.rank_state.has_ended:
             return
+        with self.rank_state.device.as_current():  # DeepSpeed's engine ends in whatever thread collects it
+            self._end_here(why)
+
+    def _end_here(self, why: str) -> None:
         self._disown()
         give_back(self.optimizer)
         if self._across_batches is not None:

@@ -131,8 +131,13 @@ def _held(stream: torch.Stream) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_device(_: object) -> Iterator[None]:
-    yield
+def _as_current(device: object) -> Iterator[None]:
+    before = _core().current_device()
+    _set_device(device)
+    try:
+        yield
+    finally:
+        _core().set_device(before)
 
 
 def _free_and_total() -> tuple[int, int]:
@@ -189,7 +194,7 @@ def install_backend(**settings: float) -> types.ModuleType:
     module.held = _held
     module.stream = module.StreamContext = _StreamContext
     module.set_stream = lambda stream: _core().set_current_stream(stream.stream_id)
-    module.device = _one_device
+    module.device = _as_current
     module.default_generators = [torch.default_generator]
     module.get_device_properties = lambda device=None: types.SimpleNamespace(
         name=NAME, total_memory=_core().memory()["capacity"]

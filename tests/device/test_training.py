@@ -831,3 +831,18 @@ def test_a_script_may_name_a_device_and_a_type_for_what_it_makes(tiers: str, tmp
         found.append([loss.item() for loss in losses])
         engine.destroy()
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("tiers", ["states", "all"])
+def test_what_a_script_gathers_is_there_on_every_stream(tiers: str, tmp_path: Path) -> None:
+    """As in stock. Behind work of the computing stream, which copies of other gathers do not wait for."""
+    engine = make_engine(tmp_path / "swap", tiers, "none")
+    params = list(engine.module.parameters())[:3]
+    with deepspeed.zero.GatheredParameters(params):
+        expected = [param.detach().cpu() for param in params]
+    stream = torch.standin.current_stream()
+    threading.Timer(0.3, torch.standin.core.hold(stream.stream_id)).start()
+    with deepspeed.zero.GatheredParameters(params), torch.standin.stream(torch.standin.Stream()):
+        found = [param.detach().cpu() for param in params]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    engine.destroy()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,17 @@ def test_a_thread_makes_the_device_of_the_rank_its_own(monkeypatch: pytest.Monke
     assert made == [3]
 
 
+def test_what_any_thread_may_end_is_waited_for_on_the_device_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    module = SimpleNamespace(device=lambda device: nullcontext(made.append(device)))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    asked = {"current_device_name": lambda: "cuda:3", "synchronize": made.append}
+    device = AcceleratorDevice(accelerator(**asked), pin_memory=True)
+    with device.as_current():
+        device.synchronize()
+    assert made == [torch.device("cuda:3"), 3]
+
+
 def test_a_device_without_streams_is_refused_by_name() -> None:
     for lacking in ({"Stream": None}, {"Event": None}, {"is_synchronized_device": lambda: True}):
         with pytest.raises(FuyouConfigError, match=r"'cuda' has no streams and events"):
@@ -127,7 +139,7 @@ def test_host_memory_goes_back_though_a_device_that_failed_refuses(monkeypatch: 
     named = {"current_device_name": lambda: "meta"}
     failed = accelerator(unregister_host_memory=refuse, synchronize=refuse, **named)
     AcceleratorDevice(failed, pin_memory=True).unregister(4096)
-    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda: None, **named)
+    sound = accelerator(unregister_host_memory=refuse, synchronize=lambda index: None, **named)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         AcceleratorDevice(sound, pin_memory=True).unregister(4096)
 

@@ -137,3 +137,16 @@ def test_pages_are_brought_in_by_several_threads(monkeypatch: pytest.MonkeyPatch
     assert resident_bytes() - before >= 46 * MIB  # a huge page or two were there
     assert tensor[: 1 << 20].eq(7).all()
     assert not tensor[1 << 20 :].any()
+
+
+def test_pages_of_neighbours_stay_whatever_the_systems_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some have 64 KiB, and the system rounds up what it is given."""
+    values = aligned_tensor(32 * PAGE_BYTES)
+    values.fill_(1)
+    begin = -values.data_ptr() % (4 * PAGE_BYTES)  # of such a page
+    monkeypatch.setattr(memory.mmap, "PAGESIZE", 4 * PAGE_BYTES)
+    memory.give_back_pages(values[begin : begin + 4 * PAGE_BYTES])
+    memory.give_back_pages(values[begin + 5 * PAGE_BYTES : begin + 14 * PAGE_BYTES])
+    memory.give_back_pages(values[begin + 17 * PAGE_BYTES : begin + 18 * PAGE_BYTES])
+    left = values[begin : begin + 20 * PAGE_BYTES].view(-1, PAGE_BYTES)[:, 0].bool().tolist()
+    assert left == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 8
