@@ -248,7 +248,8 @@ class SlotStore:
         every = mine if identity.world_size == 1 else f"{shlex.quote(identity.run_id)}-rank*"
         logger.warning(
             '%s: the state of the last step stays in %s. A run with "resume": "auto" in its fuyou block goes on '
-            "from it. A checkpoint of it: fuyou recover %s/%s --checkpoint DIR; it is removed with: fuyou clean %s",
+            "from it (but for the Trainer's). A checkpoint of it: fuyou recover %s/%s --checkpoint DIR, for the "
+            "Trainer OUTPUT_DIR/checkpoint-N --like an older one; it is removed with: fuyou clean %s",
             why,
             run.path,
             parent,

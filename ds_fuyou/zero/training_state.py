@@ -31,8 +31,10 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, cast
 
 import numpy
@@ -278,6 +280,8 @@ class TrainingState:
     def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
+        if self._pending is not None:
+            self._refuse_trainer()
         if self._pending is not None and torch.initial_seed() not in (self._built_seed, _seed_of(self._pending)):
             log_once(
                 logging.INFO,
@@ -287,6 +291,21 @@ class TrainingState:
             self._forget_generators()
         else:
             self.put_back_generators()
+
+    def _refuse_trainer(self) -> None:
+        """Transformers' counts steps and batches by itself, and does not ask an engine where it stands."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_globals.get("__name__") != "transformers.trainer":
+            frame = frame.f_back
+        state = None if frame is None else getattr(frame.f_locals.get("self"), "state", None)
+        step = getattr(state, "global_step", self._resumed_at)
+        if step != self._resumed_at:
+            raise FuyouStateError(
+                f'this run went on from step {self._resumed_at} in place ("resume": "auto"), and the Trainer from its '
+                f"step {step}: it would train what has been trained again. Make a checkpoint of the state files, as "
+                "OUTPUT_DIR/checkpoint-N with --like an older one (fuyou recover), and let the Trainer resume from "
+                'that; or remove them (fuyou clean). Leave "resume" out with the Trainer'
+            )
 
     def put_back_generators(self) -> None:
         """Random generators are as at the end of the step that was gone on from. Once; nothing in a run that begins."""

@@ -120,12 +120,17 @@ def test_equals_stock_and_resumes(
 def test_a_dead_run_goes_on_from_a_recovered_folder(
     name: str, pretrained: Pretrained, stock_run: StockRun, ours_run: OursRun, tmp_path: Path
 ) -> None:
-    """Killed after step 5; made like its checkpoint of step 2: right batch, dropout and schedule."""
+    """Killed after step 5; made like its checkpoint of step 2: right batch, dropout and schedule. In place the Trainer
+    would begin with its first batch, and is stopped."""
     case = case_of(name, pretrained)
     stock, ours = stock_run(case, SCRIPT), with_block(case, tmp_path / "swap", "states")
     told = {**ours, "save_model": str(tmp_path / "none"), "killed_after": 5}
     with pytest.raises(AssertionError, match="-9"):
         launch(told, SCRIPT, tmp_path, "killed", by_launcher=False)
+    in_place = {**ours, "save_model": str(tmp_path / "none")}
+    in_place["config"] = {**ours["config"], "fuyou": {**ours["config"]["fuyou"], "resume": "auto"}}
+    with pytest.raises(AssertionError, match=r"went on from step 5 in place .* and the Trainer from its step 0"):
+        launch(in_place, SCRIPT, tmp_path, "in-place", by_launcher=False)
     directories = sorted((tmp_path / "swap").glob("ds_fuyou/*"))
     like = tmp_path / "killed.out" / "checkpoint-2"
     with pytest.raises(FuyouStateError, match=f"the recovered step is 5: name {tmp_path}/checkpoint-5"):
