@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's logger: one stream, one prefix, each fact told once and by one rank.
+"""The package's logger: one stream, one prefix with time and rank, each fact told once and by one rank.
 
 DeepSpeed's own logger is silent below WARNING by default, so it cannot carry the activation line.
 ``DS_FUYOU_LOG_LEVEL`` (debug, info, warning, error; default info) sets the threshold.
@@ -44,12 +44,23 @@ class _ToStderr(logging.Handler):
             self.handleError(record)
 
 
+class _Lines(logging.Formatter):
+    """When, and of several ranks which: their lines come to one terminal."""
+
+    def __init__(self) -> None:
+        super().__init__("[ds_fuyou] %(asctime)s%(rank)s %(levelname)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        record.rank = f" rank {current_rank()}" if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        return super().format(record)
+
+
 def get_logger() -> logging.Logger:
     """The logger ``ds_fuyou``, given a stderr handler on first use."""
     logger = logging.getLogger("ds_fuyou")
     if not logger.handlers:
         handler = _ToStderr()
-        handler.setFormatter(logging.Formatter("[ds_fuyou] %(levelname)s: %(message)s"))
+        handler.setFormatter(_Lines())
         logger.addHandler(handler)
         level = getattr(logging, os.environ.get("DS_FUYOU_LOG_LEVEL", "info").upper(), None)
         logger.setLevel(level if isinstance(level, int) else logging.INFO)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,22 @@ def ours(output: str) -> list[str]:
     return found
 
 
+def test_of_several_ranks_a_line_names_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    get_logger().warning("seen")
+    assert stream.getvalue().endswith(" rank 3 WARNING: seen\n")
+
+
 def test_lines_go_to_what_is_standard_error_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notebooks and test runners replace it."""
     for _ in range(2):
         stream = io.StringIO()
         monkeypatch.setattr(sys, "stderr", stream)
         get_logger().warning("seen")
-        assert stream.getvalue() == "[ds_fuyou] WARNING: seen\n"
+        assert re.fullmatch(r"\[ds_fuyou\] \d{4}-\d\d-\d\d \d\d:\d\d:\d\d WARNING: seen\n", stream.getvalue())
         stream.close()
 
 
