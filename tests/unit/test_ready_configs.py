@@ -48,7 +48,7 @@ def test_placements() -> None:
     assert tiers("fuyou_dram.json") == ("cpu", "cpu", "cpu")
     assert tiers("fuyou_auto.json") == ("auto", "auto", "auto")
     assert tiers("hf_trainer_fuyou.json") == ("auto", "nvme", "auto")
-    assert tiers("hf_lora_fuyou.json") == ("nvme", "cpu", "cpu")
+    assert tiers("hf_lora_fuyou.json") == ("auto", "auto", "auto")
 
 
 def test_the_demo_uses_the_file_that_exists() -> None:
