@@ -17,7 +17,7 @@ from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import DataFile, create_data_file, open_data_file
 from ds_fuyou.storage.directory import ROOT_NAME, RunDirectory, StateRoot, is_run_name
 from ds_fuyou.storage.layout import RESERVE_SHARE, UNIT_BYTES, PathShare, StoreLayout, device_capacities, stripe
-from ds_fuyou.storage.probe import PathFacts, Probe, open_path, probe_path
+from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
 from ds_fuyou.storage.types import DIRECTORY_FLAGS, RegionSpec, RunIdentity
 
@@ -79,7 +79,7 @@ def create_files(
     paths = [Path(path).absolute() for path in paths]
     _validate(paths, regions, options)
     for path in paths:
-        _warn_of_memory(path, options.probe(path))
+        _warn_of_filesystem(path, options.probe(path))
     with contextlib.ExitStack() as undo:
         pending = _lock_roots(paths, undo)
         facts = [options.probe(path) for path in paths]  # again: nobody else allocates now
@@ -303,7 +303,14 @@ def _no_direct(fact: PathFacts) -> str:
     return "" if fact.supports_direct else f"{fact.filesystem} does not support O_DIRECT"
 
 
-def _warn_of_memory(path: Path, fact: PathFacts) -> None:
+def _warn_of_filesystem(path: Path, fact: PathFacts) -> None:
+    if fact.filesystem not in LOCAL_FILESYSTEMS:
+        logger.warning(
+            "%s is on a network file system, or an unknown one (%s), on which this is not tested: every step reads and "
+            "writes all states; name a directory on a disk of this machine",
+            path,
+            fact.filesystem,
+        )
     if fact.is_tmpfs:
         logger.warning(
             "%s is on %s: the state takes host memory, which it is meant to save; name a directory on a disk",

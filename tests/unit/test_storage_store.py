@@ -365,6 +365,13 @@ def test_memory_filesystems_work_and_are_warned_of(paths: list[Path], told: Call
     assert not store.direct
     store.close()
     assert f"{paths[0]} is on tmpfs: the state takes host memory" in told()
+    assert "network" not in told()
+
+
+def test_network_filesystems_are_warned_of(paths: list[Path], told: Callable[[], str]) -> None:
+    probe = fake_disks(dict.fromkeys(paths, 10**12), filesystem="nfs4")
+    SlotStore.create(paths, REGIONS, identity(), probe=probe).close()
+    assert f"{paths[0]} is on a network file system, or an unknown one (nfs4)" in told()
 
 
 def test_the_last_commit_is_what_was_committed_last(store: SlotStore) -> None:
