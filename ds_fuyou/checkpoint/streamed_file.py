@@ -194,8 +194,12 @@ class _Outlet:
         if direct and enable_direct(self._direct):
             os.close(self._direct)
             self._direct = -1
-        with starting_threads():
-            self._thread.start()
+        try:
+            with starting_threads():
+                self._thread.start()
+        except RuntimeError:
+            self._close_files()
+            raise
 
     def _run(self) -> None:
         while (asked := self._asked.get()) is not None:
@@ -254,6 +258,9 @@ class _Outlet:
     def close(self) -> None:
         self._asked.put(None)
         self._thread.join()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for fd in {self._fd, self._direct} - {-1}:
             os.close(fd)
 

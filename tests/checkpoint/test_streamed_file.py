@@ -7,6 +7,7 @@ import errno
 import io
 import mmap
 import os
+import threading
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -227,3 +228,15 @@ def test_a_disk_that_takes_nothing_is_an_error(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(FuyouStorageError, match="writing a checkpoint failed") as caught:
         save(stand_for, tmp_path / "file.pt", stand_ins)
     assert caught.value.errno == errno.EIO
+
+
+def test_a_thread_that_is_refused_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    stand_ins, _, tensors = flats()
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FuyouStateError, match="refuses another thread"):
+        save(tensors, tmp_path / "file.pt", stand_ins)
+    assert os.listdir("/proc/self/fd") == before
