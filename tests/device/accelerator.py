@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed on the stand-in device: the accelerator, and collectives that gloo does on copies in host memory."""
+"""DeepSpeed on the stand-in device: the accelerator."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed.accelerator import set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from torch.utils._pytree import tree_leaves
 
 from tests.device.backend import NAME, install_backend
+from tests.device.collectives import order_collectives
 from tests.device.faults import leave_out
 
 __all__ = ["StandinAccelerator", "install", "install_from"]
@@ -119,103 +119,22 @@ def install(**settings: float) -> StandinAccelerator:
     install_backend(**settings)
     accelerator = StandinAccelerator()
     set_accelerator(accelerator)
-    _stage_collectives()
+    order_collectives()
     return accelerator
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-_COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "all_gather")
-_COLLECTIVES += ("all_gather_into_tensor", "all_gather_coalesced", "all_to_all_single", "gather", "scatter")
-
-
-def _of_the_device_alone(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """As NCCL's, which takes no tensor in host memory."""
-
-    @functools.wraps(collective)
-    def checked(self: Any, *args: Any, **named: Any) -> Any:
-        if any(leaf.device.type == "cpu" for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)):
-            raise RuntimeError("No backend type associated with device type cpu")
-        return collective(self, *args, **named)
-
-    return checked
-
-
-def _stage_collectives() -> None:
-    """DeepSpeed has staging for another device; where the output is a part of the input it loses the sum.
-
-    DeepSpeed 0.19.8 copies inputs back as well as outputs, and stage 3's output of a reduce-scatter is a view of its
-    input. So that one collective is staged here; and the one that the Trainer asks of torch.
-    """
-    comm = importlib.import_module("deepspeed.comm.torch")
-    comm._needs_cpu_staging = lambda value: isinstance(value, torch.Tensor) and value.device.type == NAME
-    if getattr(comm.TorchBackend, "_staged_for_standin", False):
-        return
-    comm.TorchBackend._staged_for_standin = True
-    torch.distributed.all_gather = _staged(torch.distributed.all_gather)
-    on_host = comm.TorchBackend.reduce_scatter_tensor
-
-    def on_device_alone(name: str, *places: str) -> None:
-        """A single rank's collective is a copy on the device, as NCCL's; or nothing, where it works in place.
-
-        ``places``: its arguments in their order. DeepSpeed names them or does not.
-        """
-        staged = getattr(comm.TorchBackend, name)
-
-        @functools.wraps(staged)
-        def collective(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-            named = dict(zip(places, args, strict=False)) | kwargs
-            given = [each for each in named.values() if isinstance(each, torch.Tensor)]  # the output first
-            if given[0].device.type != NAME or torch.distributed.get_world_size(named.get("group")) > 1:
-                return staged(self, **named)
-            if len(given) == 2:
-                given[0].view(-1).copy_(given[1].view(-1))
-            return _Done() if named.get("async_op") else None
-
-        setattr(comm.TorchBackend, name, collective)
-
-    def reduce_scatter_tensor(self, output_tensor, input_tensor, *args, async_op=False, **kwargs):  # type: ignore[no-untyped-def]
-        output = torch.empty_like(output_tensor, device="cpu")
-        on_host(self, output, input_tensor.cpu(), *args, async_op=False, **kwargs)
-        output_tensor.copy_(output)
-        return _Done() if async_op else None
-
-    comm.TorchBackend.reduce_scatter_tensor = reduce_scatter_tensor
-    on_device_alone("all_reduce", "tensor", "op", "group", "async_op")
-    on_device_alone("reduce_scatter_tensor", "output_tensor", "input_tensor", "op", "group", "async_op")
-    on_device_alone("all_gather_into_tensor", "output_tensor", "input_tensor", "group", "async_op")
-    for name in _COLLECTIVES:
-        setattr(comm.TorchBackend, name, _of_the_device_alone(getattr(comm.TorchBackend, name)))
-
-
-def _staged(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.distributed.all_gather`` that takes tensors of the device, too."""
-
-    def by_way_of_the_host(outputs: list[torch.Tensor], given: torch.Tensor, *args: Any, **named: Any) -> Any:
-        if given.device.type != NAME:
-            return all_gather(outputs, given, *args, **named)
-        on_host = [torch.empty_like(output, device="cpu") for output in outputs]
-        done = all_gather(on_host, given.cpu(), *args, **{**named, "async_op": False})
-        for output, values in zip(outputs, on_host, strict=True):
-            output.copy_(values)
-        return _Done() if named.get("async_op") else done
-
-    return by_way_of_the_host
 
 
 def install_from(environment: Mapping[str, str]) -> None:
     """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set. Its device is
     that of its number on this machine, as launchers count; it must touch none of the others.
 
-    ``fault``: an ordering call of the package to leave out, as faults.py names it.
+    ``fault``: an ordering call of the package to leave out, as faults.py names it. ``of_rank``: settings of one rank
+    alone, by its number.
     """
     if "STANDIN" not in environment:
         return
     settings = {"index": int(environment.get("LOCAL_RANK", "0")), **json.loads(environment["STANDIN"])}
     fault = settings.pop("fault", None)
+    settings |= settings.pop("of_rank", {}).get(os.environ.get("RANK", "0"), {})
     install(**settings)
     if fault is not None:
         leave_out(fault)

@@ -31,6 +31,8 @@ def main(num_seeds: int, first: int) -> int:
             name, tiers, policy, overlap, slots, activations, _ = drawn.choice(CELLS)
             case = case_of(name, zero_init=drawn.random() < 0.5)
             device = {"seed": seed, "delay_secs": drawn.choice([2e-4, 2e-3, 1e-2]), "delayed_share": drawn.random()}
+            lane = drawn.choice(["slow_compute_secs", "slow_up_secs", "slow_down_secs"])
+            device["of_rank"] = {"1": {lane: drawn.choice([0, 1e-4, 1e-3])}}  # one rank lags behind
             directory = Path(scratch) / str(seed)
             fuyou = fuyou_of(directory / "swap", tiers, policy, overlap, slots, activations)
             try:
