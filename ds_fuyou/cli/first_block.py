@@ -79,6 +79,7 @@ def choose_block(asked: Question) -> FirstBlock:
     ]
     room = _room(given, plan, ranks, activation)
     why += [_told_room(room)] if room is not None else []
+    why += [_durability(given, room)] if activation.state_paths else []
     why += _buckets(asked, ranks)
     written = [] if paths == _named(asked.config) else list(paths)
     block: dict[str, Any] = {"enabled": True, **tiers}
@@ -301,8 +302,17 @@ def _told_room(room: Room) -> str:
         third = shown_bytes(room.third)
         return f"storage: {two} with two slots, {third} with a third, for checkpoints behind training, and two of these"
     if room.slots == 2:
-        return f"storage: {two} with two slots, so that a crash leaves the last step whole"
-    return f"storage: {one} with one slot; {two} would hold two (safe in a crash, faster)"
+        return f"storage: {two} with two slots"
+    return f"storage: {one} with one slot; {two} would hold two (faster)"
+
+
+def _durability(given: PlanInput, room: Room | None) -> str:
+    """What a crash leaves, where the tier of states is as ``given``: where it is open they may move, too."""
+    if given.optimizer_tier != "nvme":
+        return 'as durable as its last checkpoint, as states may be in host memory; "durable": true keeps every step'
+    if room is None or room.slots < 2:
+        return "as durable as its last checkpoint, with one slot"
+    return "a crash leaves the last step whole"
 
 
 def _buckets(asked: Question, ranks: int) -> list[str]:

@@ -121,6 +121,7 @@ def test_paths_of_the_offload_sections_are_not_named_twice(tmp_path: Path, capsy
     assert f"state in {tmp_path}, as the offload sections say" in said
     assert "P32 and moments on storage" in said
     assert "8.5 GB with two slots" in said  # 24 bytes each
+    assert "a crash leaves the last step whole\n" in said
     assert not (tmp_path / "disk/fuyou_swap").exists()
 
 
@@ -136,6 +137,31 @@ def test_sections_that_ask_for_too_much_memory_are_overruled(
     activation = load_activation(json.loads(file.read_text()))
     assert activation is not None
     assert activation.config.plan.resident_shares() == block["plan"]["residency"]
+
+
+@pytest.mark.parametrize(
+    ("section", "free", "said"),
+    [
+        ({}, 100 * GB, "as durable as its last checkpoint, as states may be in host memory"),
+        ({}, 2 * GB, "as durable as its last checkpoint, as states may be in host memory"),
+        ({"offload_param": {"device": "nvme"}}, 100 * GB, "as durable as its last checkpoint, as states may be in"),
+        ({"offload_optimizer": {"device": "nvme"}}, 100 * GB, "a crash leaves the last step whole\n"),
+    ],
+)
+def test_a_crash_leaves_the_last_step_only_where_all_states_stay_on_storage(
+    section: dict[str, Any],
+    free: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with_memory(monkeypatch, free)
+    file = written(tmp_path, {"zero_optimization": {"stage": 3, **section}})
+    assert main(["init", str(file), "--model", MODEL, "--path", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert said in shown
+    assert shown.count("a crash") + shown.count('"durable": true keeps every step') == 1
 
 
 def test_a_path_of_a_section_that_the_block_replaces_need_not_exist(tmp_path: Path) -> None:
