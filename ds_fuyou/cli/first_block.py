@@ -37,6 +37,10 @@ from ds_fuyou.zero.device import num_devices, rank_device
 __all__ = ["FirstBlock", "Question", "Room", "choose_block", "room_here"]
 
 _MOMENTS = {"lion": 1, "adagrad": 1}
+_OVERRULED = (
+    "the block says so, as the offload sections ask for more host memory than is free; better take them out, and these "
+    "tiers: then a run keeps there what fits when it starts"
+)
 _CLASSES = {"parameters": "P16", "optimizer": "P32 and moments", "gradients": "G16"}
 
 
@@ -70,7 +74,7 @@ def choose_block(asked: Question) -> FirstBlock:
     paths, new, where = _paths(asked)
     activation = _activation(asked.config, {"nvme_path": paths} if paths else {})
     given = _plan_input(asked, activation, ranks)
-    plan, tiers, how = _placed(given, asked, activation)
+    given, plan, tiers, how = _placed(given, asked, activation)
     why = [
         f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters on {ranks} rank{'s' * (ranks > 1)}; "
         f"{shown_bytes(given.dram_budget_bytes)} of host memory for each ({10 * AUTO_TENTHS} % of what is free now)",
@@ -174,22 +178,26 @@ def _may_share_blocks(activation: Activation) -> bool:
     return not activation.config.relies_on_slots and shares_blocks([p for p in _disks(activation) if p.is_dir()])
 
 
-def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[Plan, dict[str, Any], str]:
-    """The plan, what the block must say for it, and why."""
-    fixed = [tier for tier in (given.params_tier, given.optimizer_tier) if tier != "auto"]
-    try:
-        plan = placed_under(activation.config, given, None).plan
-    except FuyouConfigError as error:
-        if not fixed or not activation.state_paths:
-            raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
-        free = replace(given, params_tier="auto", optimizer_tier="auto", gradients_tier="auto")
-        plan = placed_under(activation.config, free, None).plan
-        return (
-            plan,
-            _tiers(plan),
-            "the block says so, because the offload sections ask for more host memory than is free",
-        )
-    return plan, {}, _why(given, plan, bool(activation.state_paths))
+def _placed(given: PlanInput, asked: Question, activation: Activation) -> tuple[PlanInput, Plan, dict[str, Any], str]:
+    """The plan, with what it was made from, what the block must say for it, and why.
+
+    The block says tiers, never shares: those would be of what is free now, and a start that finds less be refused.
+    """
+    tiers = {"optimizer": given.optimizer_tier, "parameters": given.params_tier}
+    held = [name for name, tier in tiers.items() if tier == "cpu"] if activation.state_paths else []
+    stored: list[str] = []
+    while True:
+        told = tiers | dict.fromkeys(stored, "nvme")
+        there = replace(given, optimizer_tier=told["optimizer"], params_tier=told["parameters"])
+        try:
+            plan = placed_under(activation.config, there, None).plan
+        except FuyouConfigError as error:
+            if stored == held:
+                raise FuyouConfigError(f"{asked.model.name} on this machine: {error}") from error
+            stored = held[: len(stored) + 1]
+        else:
+            why = _OVERRULED if stored else _why(given, plan, bool(activation.state_paths))
+            return there, plan, {name: {"tier": "nvme"} for name in stored}, why
 
 
 def _why(given: PlanInput, plan: Plan, has_storage: bool) -> str:
@@ -201,19 +209,14 @@ def _why(given: PlanInput, plan: Plan, has_storage: bool) -> str:
     if plan.residency == Residency(1.0, 1.0, 1.0):
         if not said:
             return "it fits; what does not when a run starts goes to storage"
-        return f"it fits; what {said} names stays there, whatever is free; what else does not goes to storage"
+        return (
+            f"it fits; what {said} names stays there, whatever is free when a run starts, and what else does not fit "
+            f"goes to storage; better take that out: then all of it may go"
+        )
     if "auto" not in tiers.values():
         return "as the offload sections say"
     moved = "of what fits it moves the fewest bytes, and a run decides anew by what is free, and known, when it starts"
     return f"as {said} says; {moved}" if said else moved
-
-
-def _tiers(plan: Plan) -> dict[str, Any]:
-    """Keys of the block for a placement that offload sections do not give."""
-    shares = {name: float(getattr(plan.residency, name)) for name in _CLASSES}
-    whole = {name: {"tier": "cpu" if share else "nvme"} for name, share in shares.items() if share in (0.0, 1.0)}
-    part = {name: int(100 * share) / 100 for name, share in shares.items() if name not in whole}
-    return {**whole, **({"plan": {"residency": part}} if part else {})}
 
 
 def _shown(residency: Residency) -> str:
