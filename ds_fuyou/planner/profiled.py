@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from ds_fuyou.planner.cost import Placement, Workload, cores_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.explain import bound_by
-from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import TWICE, Plan, PlanInput, has_two_versions, kept_param_bytes
@@ -257,8 +258,21 @@ def expert_values(config: Any) -> dict[str, int | None]:
 def placed_under(config: Any, given: PlanInput, profile: RunProfile | None, accumulation: int = 1) -> Decision:
     """As :func:`placed`, under a ``FuyouConfig``: what a run does that begins anew, and what the command says that it
     does. One that goes on from state files takes their placement (zero/taken_design.py).
+
+    Raises:
+        FuyouConfigError: as :func:`decide`; where a plan document says the shares, with its name.
     """
-    return placed(given, expert_values(config), profile, accumulation, config.activations.mode)
+    try:
+        return placed(given, expert_values(config), profile, accumulation, config.activations.mode)
+    except FuyouConfigError as error:
+        document = config.plan.document if config.plan is not None else None
+        if document is None:
+            raise
+        limit = given.dram_budget_bytes * document.world_size / GIB
+        raise FuyouConfigError(
+            f"fuyou.plan places more in host memory than this run may take of it: {error}. Or make a plan for so much, "
+            f"fuyou plan --pinned-gb {math.floor(100 * limit) / 100:g}, or leave fuyou.plan out"
+        ) from error
 
 
 def placed_again(

@@ -14,6 +14,9 @@ from ds_fuyou.config import FuyouConfig, load_block
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject, save
+from ds_fuyou.planner.plan import PlanInput, under_block
+from ds_fuyou.planner.profiled import placed_under
+from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.harness.runner import ds_config, run_case, with_fuyou
 
 OPERATORS = ("block_input", "qkv", "mlp_up")
@@ -94,6 +97,15 @@ def test_another_model_is_refused_but_small_differences_are_not() -> None:
     for found in (900, 1100):
         with pytest.raises(FuyouConfigError, match=f"1000 parameters, this model has {found}"):
             require_params(_plan(1000), found)
+
+
+def test_a_plan_that_needs_more_memory_than_a_run_has_is_named(tmp_path: Path) -> None:
+    given = PlanInput(10**9, 2, 2, layout_of(WHOLE, 2), 10**8, 4 << 30)
+    config = _loaded(_plan(10**9), tmp_path)
+    with pytest.raises(FuyouConfigError, match=r"fuyou\.plan places more in .*4096 MiB.*fuyou plan --pinned-gb 4, or"):
+        placed_under(config, under_block(given, config, True), None)
+    with pytest.raises(FuyouConfigError, match=r"^the smallest placement"):
+        placed_under(config.model_copy(update={"plan": None}), replace(given, optimizer_tier="cpu"), None)
 
 
 def test_a_run_takes_its_placement_from_the_plan(tmp_path: Path) -> None:
