@@ -21,7 +21,7 @@ from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
 from ds_fuyou.planner.policies import Fates, Policy, Tiers
-from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts
+from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, usable_dram
 from ds_fuyou.simulator.simulate import Simulated, simulate
 from ds_fuyou.units import shown_bytes
 
@@ -267,11 +267,12 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
             return f"sequence length {seq} fits"
     missing = nearest.missing()
     # What is in the way may be its limit alone.
-    lacks_dram = max(0.0, nearest.total("cpu") - replace(machine, pinned_limit_bytes=math.inf).dram_usable_bytes)
+    usable = usable_dram(replace(machine, pinned_limit_bytes=math.inf), policy)
+    lacks_dram = max(0.0, nearest.total("cpu") - usable) * machine.dram_bytes / usable
     grown = replace(
         machine,
         gpu_bytes=int(max(machine.gpu_bytes, nearest.total("gpu") * 1.02)),
-        dram_bytes=machine.dram_bytes + lacks_dram * 1.1,
+        dram_bytes=machine.dram_bytes + lacks_dram * 1.02,
         storage_bytes=machine.storage_bytes + missing.get("nvme", 0.0) * 1.02,
         pinned_limit_bytes=max(machine.pinned_limit_bytes, nearest.total("cpu") * 1.02),
     )
@@ -280,7 +281,7 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
         wanted.append(f"a GPU with {math.ceil(grown.gpu_bytes / GIB)} GiB")
     if "cpu" in missing:
         by_limit = replace(machine, pinned_limit_bytes=grown.pinned_limit_bytes)
-        if nearest.total("cpu") <= by_limit.dram_usable_bytes:
+        if nearest.total("cpu") <= usable_dram(by_limit, policy):
             limit = math.ceil(grown.pinned_limit_bytes / GIB)
             wanted.append(f"{limit} GiB of the DRAM that may be used (--pinned-gb, ulimit -l, dram_budget_bytes)")
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.plan import (
     Plan,
     PlanInput,
@@ -19,7 +20,7 @@ from ds_fuyou.planner.plan import (
 from ds_fuyou.planner.policies import Policy, Tiers, Updates
 from ds_fuyou.planner.presets import constants
 
-__all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts"]
+__all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_facts", "run_budget", "usable_dram"]
 
 MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens
@@ -58,11 +59,22 @@ def _power_of_two(num_bytes: float) -> float:
     return float(1 << (max(1, int(num_bytes)) - 1).bit_length())
 
 
+def usable_dram(machine: Machine, policy: Policy) -> float:
+    """Host bytes that a plan may fill, of all ranks. Of ours, where no limit is told, what a run takes by itself."""
+    is_open = policy.tiers is Tiers.PLANNED and machine.pinned_limit_bytes == float("inf")
+    return run_budget(machine) if is_open else machine.dram_usable_bytes
+
+
+def run_budget(machine: Machine) -> float:
+    """What ``dram_budget_bytes: auto`` takes where nothing but the system runs beside."""
+    return AUTO_TENTHS / 10 * replace(machine, pinned_limit_bytes=float("inf")).dram_usable_bytes
+
+
 def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement, plan: Plan | None = None) -> Needs:
     """Bytes by tier. GPU: of each one; host memory and storage: of all of them together. Where tiers are planned host
     memory is what ``plan`` takes of it on each rank.
     """
-    have = {"gpu": float(machine.gpu_bytes), "cpu": machine.dram_usable_bytes, "nvme": machine.storage_bytes}
+    have = {"gpu": float(machine.gpu_bytes), "cpu": usable_dram(machine, policy), "nvme": machine.storage_bytes}
     if policy.on_device:
         model = work.model
         bytes_each = policy.param_bytes + policy.gradient_bytes + policy.layout.bytes_each
@@ -91,7 +103,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         grad_bytes_each=policy.gradient_bytes,
         layout=policy.layout,
         largest_param_numel=-(-model.largest_param // ranks),
-        dram_budget_bytes=int(machine.dram_usable_bytes / ranks),
+        dram_budget_bytes=int(usable_dram(machine, policy) / ranks),
         may_speculate=policy.begins_in_backward,
         weighs_start=True,
         device_is_host=machine.shares_cores,

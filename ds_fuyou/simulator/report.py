@@ -15,6 +15,7 @@ from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs
+from ds_fuyou.simulator.fit import run_budget
 from ds_fuyou.units import shown_bytes
 
 __all__ = ["TIER_NAMES", "document_of", "largest_batch", "plan_text", "upgrades"]
@@ -175,11 +176,10 @@ def _lines(chosen: Chosen) -> Iterator[str]:
 
 
 def _unlike_a_run(chosen: Chosen) -> Iterator[str]:
-    """Of the budget that a run takes where none is set, by plan or run."""
-    machine = chosen.machine
-    auto = AUTO_TENTHS / 10 * machine.dram_bytes
-    is_ours = chosen.policy.tiers is Tiers.PLANNED and math.isinf(machine.pinned_limit_bytes)
-    if is_ours and chosen.needs.total("cpu") > auto:
-        share = machine.dram_usable_bytes / machine.dram_bytes
-        yield f"  up to {100 * share:.0f} % of DRAM is planned; a run whose block sets no dram_budget_bytes takes"
-        yield f"  {10 * AUTO_TENTHS} % of what is free when it starts: --pinned-gb {auto / GIB:.4g} plans for that"
+    """Where a limit that is told lets a plan fill more than a run takes whose block names no budget."""
+    block, auto = chosen.policy.block, run_budget(chosen.machine)
+    is_open = block is None or block.dram_budget_bytes == "auto"
+    if chosen.policy.tiers is Tiers.PLANNED and is_open and chosen.needs.total("cpu") > (1 + 1e-9) * auto:
+        each = chosen.needs.total("cpu") / chosen.machine.num_gpus / GIB
+        yield f"  a run whose block sets no dram_budget_bytes takes {10 * AUTO_TENTHS} % of what is free at its start:"
+        yield f'  {auto / GIB:.4g} GiB at most here; this plan needs "dram_budget_bytes": "{math.ceil(each)}GiB"'

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ds_fuyou.cli import main
+from ds_fuyou.planner.hardware import GIB
 from ds_fuyou.planner.plan import weighs_start
 
 BASE = {
@@ -107,7 +108,7 @@ def test_parameters_of_neither_precision_are_fp32(tmp_path: Path, capsys: pytest
     held["optimizer"] = {"tier": "cpu", "overlap": "none"}
 
     def sizes(enabled: bool) -> dict[str, float]:
-        assert _plan(tmp_path, held, bf16={"enabled": enabled}) == 0
+        assert _plan(tmp_path, held, "--dram-gb", "160", bf16={"enabled": enabled}) == 0
         found: dict[str, float] = _shown(capsys)["predicted"]["bytes"]["cpu"]
         return found
 
@@ -331,18 +332,25 @@ def test_with_room_for_one_slot_updates_begin_in_step(
     assert "one slot" not in capsys.readouterr().out
 
 
-def test_the_budget_of_a_run_that_sets_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def told(*more: str, **block: str) -> bool:
+def test_without_a_limit_host_memory_is_filled_as_a_run_fills_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a run refuses the saved plan."""
+
+    def told(*more: str, **block: str) -> tuple[float, bool]:
         config = tmp_path / "ds.json"
         config.write_text(json.dumps({**BASE, "fuyou": {"nvme_path": "/nvme", **block}}), encoding="utf-8")
-        assert main(["plan", "--model", "6B", "--num-ssds", "2", "--config", str(config), *more]) == 0
-        return "--pinned-gb" in capsys.readouterr().out
+        plan = ["plan", "--model", "6B", "--num-ssds", "2", "--dram-gb", "64", "--config", str(config), *more]
+        assert main([*plan, "--json"]) == 0
+        taken = sum(_shown(capsys)["predicted"]["bytes"]["cpu"].values()) / GIB
+        assert main(plan) == 0
+        return taken, 'this plan needs "dram_budget_bytes": ' in capsys.readouterr().out
 
-    small = ("--dram-gb", "64")
-    assert told(*small)
-    assert not told(*small, "--pinned-gb", "51.2")
-    assert not told(*small, dram_budget_bytes="60GB")
-    assert not told("--dram-gb", "768")  # where all fits
+    auto = 0.8 * 0.95 * 64  # of what the system leaves
+    assert told() == (pytest.approx(auto, rel=0.02), False)
+    assert told("--pinned-gb", "60") == (pytest.approx(60, rel=0.02), True)
+    assert told("--pinned-gb", "40") == (pytest.approx(40, rel=0.02), False)
+    assert told(dram_budget_bytes="60GiB") == (pytest.approx(60, rel=0.02), False)
 
 
 def test_durable_steps_need_room_for_two_slots_and_tell_their_price(
