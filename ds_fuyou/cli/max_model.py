@@ -11,7 +11,7 @@ from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.presets import model_shapes
-from ds_fuyou.simulator.choose import Chosen, choose, largest_model, try_choose
+from ds_fuyou.simulator.choose import Chosen, choose, largest_model, room_line, try_choose
 from ds_fuyou.simulator.models import published_model
 from ds_fuyou.simulator.systems import find_policy
 
@@ -51,4 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(
             f"{found.name} ({found.params / 1e9:.1f} B parameters) on {machine.name}: {rate:.1f} tokens/s\n"
         )
+        if isinstance(chosen, Chosen) and (room := room_line(chosen)):
+            sys.stdout.write(f"{room}\n")
     return 0

@@ -23,6 +23,7 @@ from ds_fuyou.planner.plan import Plan, PlanInput, least_plan
 from ds_fuyou.planner.policies import Fates, Policy, Tiers
 from ds_fuyou.simulator.fit import MEMORY_NAMES, Needs, device_room, needs_of, rank_facts, usable_dram
 from ds_fuyou.simulator.simulate import Simulated, simulate
+from ds_fuyou.storage.layout import CHECKPOINT_BYTES
 from ds_fuyou.units import shown_bytes
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "fits",
     "largest_model",
     "quick_secs",
+    "room_line",
     "try_choose",
     "with_checkpointing",
 ]
@@ -156,8 +158,29 @@ def _second_slot_bytes(needs: Needs, policy: Policy) -> float:
     """What storage lacks for a second slot of ours; one that every step needs is in the needs."""
     if policy.is_durable or policy.tiers is not Tiers.PLANNED:
         return 0.0
-    second = sum(i.num_bytes for i in needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
-    return max(0.0, needs.total("nvme") + second - needs.have["nvme"]) if second else 0.0
+    one, two = _stored_bytes(needs, policy)
+    return max(0.0, two - needs.have["nvme"]) if two > one else 0.0
+
+
+def _stored_bytes(needs: Needs, policy: Policy) -> tuple[float, float]:
+    """What storage holds of ours with one slot a chunk, and with two."""
+    slotted = sum(i.num_bytes for i in needs.items if i.tier == "nvme" and i.name in ("P16", "P32, M, V"))
+    total, slots = needs.total("nvme"), 2 if policy.is_durable else 1
+    return total - slotted + slotted / slots, total - slotted + 2 * slotted / slots
+
+
+def room_line(chosen: Chosen) -> str:
+    """What ours takes of disks, checkpoints included; nothing of other systems."""
+    if chosen.policy.tiers is not Tiers.PLANNED:
+        return ""
+    one, two = _stored_bytes(chosen.needs, chosen.asked)
+    checkpoint = shown_bytes(CHECKPOINT_BYTES * chosen.work.model.trainable_params)
+    if two <= one:
+        return f"disk: {shown_bytes(one)}, one checkpoint {checkpoint} beside"
+    return (
+        f"disk: one slot {shown_bytes(one)}, two slots {shown_bytes(two)} (what a run takes where the disk has room), "
+        f"one checkpoint {checkpoint} beside"
+    )
 
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:

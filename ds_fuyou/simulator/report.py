@@ -14,7 +14,7 @@ from ds_fuyou.planner.hardware import GIB
 from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
-from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs
+from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs, room_line
 from ds_fuyou.simulator.fit import run_budget
 from ds_fuyou.units import shown_bytes
 
@@ -137,6 +137,8 @@ def _lines(chosen: Chosen) -> Iterator[str]:
             if item.tier == tier:
                 yield f"    {item.name:<34}{shown_bytes(item.num_bytes):>11}"
     yield from _unlike_a_run(chosen)
+    if room := room_line(chosen):
+        yield f"  {room}"
     if chosen.second_slot_bytes:
         yield f"  one slot a chunk, as storage lacks {shown_bytes(chosen.second_slot_bytes)} for two: updates begin in"
         yield "  step(), and a crash may cost the state since the last checkpoint"

@@ -150,6 +150,10 @@ def test_plan_prints_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest
     words_of_all = ("what lives where", "bounds the step", "tokens/s", "8 P", "largest batch", "upgrade", "other home")
     for words in words_of_all:
         assert words in table
+    one, two, checkpoint = re.findall(r"[\d.]+ GB", next(line for line in table.splitlines() if "disk: " in line))
+    on_storage = table.split("\n  storage ")[1].split("  of ")[0].strip()
+    assert (one, checkpoint) == (on_storage, "154.1 GB")  # 12 bytes for each of 12.85 billion parameters
+    assert float(two.split()[0]) > 1.5 * float(one.split()[0])
     assert main([*arguments, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     document = json.loads(saved.read_text(encoding="utf-8"))
@@ -253,7 +257,9 @@ def test_max_model_names_one_or_says_why_none(capsys: pytest.CaptureFixture[str]
     assert main(["max-model", "--dram-gb", "256", "--ssd-tb", "8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "276B"
     assert main(["max-model", "--dram-gb", "256", "--num-ssds", "0"]) == 0
-    assert capsys.readouterr().out.startswith("13B (12.8 B parameters)")
+    found = capsys.readouterr().out
+    assert found.startswith("13B (12.8 B parameters)")
+    assert "disk: 0 B, one checkpoint 154.1 GB beside" in found
     assert main(["max-model", "--dram-gb", "1", "--ssd-tb", "8"]) == 1
     assert "of host memory" in capsys.readouterr().out
 
