@@ -90,6 +90,14 @@ def _parse_budget(value: object) -> object:
     return value if value == "auto" else parse_bytes(value)
 
 
+def _parse_large_budget(value: object) -> object:
+    """One that holds at least a page: a smaller number was meant in other units."""
+    budget = _parse_budget(value)
+    if isinstance(budget, int) and budget < PAGE_BYTES:
+        raise ValueError(f'must be at least {PAGE_BYTES} bytes; {budget} bytes? Write "{budget}GiB"')
+    return budget
+
+
 def _parse_block(value: object) -> int:
     num_bytes = parse_bytes(value)
     if num_bytes % PAGE_BYTES or num_bytes > 2**30:
@@ -135,6 +143,7 @@ def _as_paths(value: object) -> object:
 
 Tier = Literal["auto", "cpu", "nvme"]
 ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
+LargeBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_large_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
 FileName = Annotated[str, AfterValidator(_printable)]
@@ -334,7 +343,7 @@ class FuyouConfig(_Settings):
         "Where nodes or ranks use other disks: `$NAME` is taken from the environment of the rank, `{host}`, `{node}`, "
         "`{rank}` and `{local_rank}` are replaced.",
     )
-    dram_budget_bytes: ByteBudget = Field(
+    dram_budget_bytes: LargeBudget = Field(
         "auto",
         description="Host memory this rank may use. `auto`: 80 % of what is free at the start, of all ranks of the "
         "machine in equal shares, on every rank what the one with least has.",
@@ -345,7 +354,7 @@ class FuyouConfig(_Settings):
         "parameters that stay between micro-batches, and swapped activations that have not left the device. Default: "
         "90 % of what others leave of the device, and no swapping where the device is the host.",
     )
-    nvme_budget_bytes: ByteBudget = Field("auto", description="Storage this rank may use.")
+    nvme_budget_bytes: LargeBudget = Field("auto", description="Storage this rank may use.")
     parameters: ParameterSettings = ParameterSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     gradients: GradientSettings = GradientSettings()

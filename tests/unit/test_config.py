@@ -65,7 +65,16 @@ def test_auto_is_accepted_for_every_key() -> None:
 )
 def test_byte_counts(given: object, num_bytes: int) -> None:
     assert parse_bytes(given) == num_bytes
-    assert block(dram_budget_bytes=given).dram_budget_bytes == num_bytes
+    assert block(gpu_budget_bytes=given).gpu_budget_bytes == num_bytes
+
+
+@pytest.mark.parametrize("given", [24, "512B", 4095])
+@pytest.mark.parametrize("key", ["dram_budget_bytes", "nvme_budget_bytes"])
+def test_a_budget_that_was_meant_in_other_units_is_refused(key: str, given: object) -> None:
+    number = str(given).removesuffix("B")
+    with pytest.raises(FuyouConfigError, match=rf'fuyou\.{key}: .*; {number} bytes\? Write "{number}GiB"; found'):
+        block(**{key: given})
+    assert getattr(block(**{key: 4096}), key) == 4096
 
 
 @pytest.mark.parametrize("given", [0, -1, 0.5, float("inf"), float("nan"), True, "", "GB", "5 parsec", "-3GB", [1], {}])
