@@ -4,24 +4,48 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import GIB, Machine
-from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of
+from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of, preset_names
 
-__all__ = ["add_machine_options", "machine_from", "pinned_limit_bytes"]
+__all__ = ["add_machine_options", "machine_from", "pinned_limit_bytes", "size_in"]
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """GPU, SSDs, DRAM and host; names are those of ds_fuyou/planner/presets.json."""
-    parser.add_argument("--gpu", default="rtx4090", help="GPU preset (%(default)s)")
+    gpus, ssds, hosts = (preset_names(kind) for kind in ("gpus", "ssds", "hosts"))
+    parser.add_argument("--gpu", default="rtx4090", help=f"GPU preset (%(default)s); known: {gpus}")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, one rank each (%(default)s)")
-    parser.add_argument("--ssd", default="p5510", help="SSD preset (%(default)s)")
+    parser.add_argument("--ssd", default="p5510", help=f"SSD preset (%(default)s); known: {ssds}")
     parser.add_argument("--num-ssds", type=int, help="SSDs; default: as many as --ssd-tb needs, else 1")
-    parser.add_argument("--ssd-tb", type=float, help="storage, 10^12 bytes; default: the capacity of the SSDs")
-    parser.add_argument("--dram-gb", type=float, default=128.0, help="DRAM, 2^30 bytes (%(default)s)")
-    parser.add_argument("--pinned-gb", type=float, help="what may be page-locked, 2^30 bytes; default: all DRAM")
-    parser.add_argument("--host", default="xeon5320x2", help="host preset: DRAM and PCIe rates (%(default)s)")
+    parser.add_argument(
+        "--ssd-tb", type=size_in(1e12), help="storage, 10^12 bytes, or as 2TB; default: the capacity of the SSDs"
+    )
+    parser.add_argument(
+        "--dram-gb", type=size_in(GIB), default=128.0, help="DRAM, 2^30 bytes, or as 64GB, 64GiB (%(default)s)"
+    )
+    parser.add_argument(
+        "--pinned-gb", type=size_in(GIB), help="what may be page-locked, as --dram-gb; default: all DRAM"
+    )
+    parser.add_argument(
+        "--host", default="xeon5320x2", help=f"host preset: DRAM and PCIe rates (%(default)s); known: {hosts}"
+    )
+
+
+def size_in(unit: float) -> Callable[[str], float]:
+    """A type of an argument: a number of ``unit`` bytes, or text with a suffix, as the block takes it."""
+
+    def size(text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            from ds_fuyou.config import parse_bytes
+
+            return parse_bytes(text) / unit
+
+    return size
 
 
 def machine_from(arguments: argparse.Namespace) -> Machine:

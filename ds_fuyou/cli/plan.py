@@ -10,13 +10,13 @@ from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
-from ds_fuyou.cli.machine_options import add_machine_options, machine_from, pinned_limit_bytes
+from ds_fuyou.cli.machine_options import add_machine_options, machine_from, pinned_limit_bytes, size_in
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.cost import Workload
 from ds_fuyou.planner.document import save
 from ds_fuyou.planner.explain import class_lines, class_rows, run_document
-from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.plan import under_block as under_block_of_rank
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.planner.profile import RunProfile
@@ -56,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure this machine, storage in these directories",
     )
     parser.add_argument(
-        "--measure-gb", type=float, default=1.0, help="file to measure storage with, 2^30 bytes (%(default)s)"
+        "--measure-gb",
+        type=size_in(GIB),
+        default=1.0,
+        help="file to measure storage with, 2^30 bytes, or as 4GiB (%(default)s)",
     )
     parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")

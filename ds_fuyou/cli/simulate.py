@@ -19,8 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Defaults()
     parser.add_argument("--points", required=True, type=Path, metavar="IN.CSV", help="rows to predict")
     parser.add_argument("--out", required=True, type=Path, metavar="OUT.CSV", help="the same rows, predictions added")
-    parser.add_argument("--ssd", default=defaults.ssd, help="SSD of rows without an ssd column (%(default)s)")
-    parser.add_argument("--host", default=defaults.host, help="host of rows without a host column (%(default)s)")
+    parser.add_argument(
+        "--ssd", default=defaults.ssd, help="SSD of rows without an ssd column (%(default)s), as of plan"
+    )
+    parser.add_argument("--host", default=defaults.host, help="host of rows without one (%(default)s), as of plan")
     parser.add_argument("--seq", type=int, default=defaults.seq, help="sequence length likewise (%(default)s)")
     parser.add_argument("--json", action="store_true", help="also print the rows as JSON")
 

@@ -29,6 +29,7 @@ __all__ = [
     "find_ssd",
     "machine_of",
     "model_shapes",
+    "preset_names",
     "rated_writes",
 ]
 
@@ -98,6 +99,11 @@ def model_shapes() -> dict[str, tuple[int, int, int]]:
     return {name: (shape[0], shape[1], shape[2]) for name, shape in _presets()["models"].items()}
 
 
+def preset_names(kind: str) -> str:
+    """Of "gpus", "ssds" or "hosts", as a text."""
+    return ", ".join(_presets()[kind])
+
+
 def _found(kind: str, flag: str, name: str) -> tuple[str, dict[str, float]]:
     """The preset behind a name or an alias, without regard to case, spaces and dashes.
 
@@ -111,9 +117,9 @@ def _found(kind: str, flag: str, name: str) -> tuple[str, dict[str, float]]:
     key = plain.get(wanted)
     if key is None:
         near = difflib.get_close_matches(wanted, plain, n=3, cutoff=0.5)
-        names = list(dict.fromkeys(plain[alias] for alias in near)) or list(entries)
-        hint = "did you mean" if near else "known are"
-        raise FuyouConfigError(f"{flag} {name!r} is not a known preset; {hint} {', '.join(names)}?")
+        names = list(dict.fromkeys(plain[alias] for alias in near))
+        hint = f"did you mean {', '.join(names)}? Known are" if near else "known are"
+        raise FuyouConfigError(f"{flag} {name!r} is not a known preset; {hint} {preset_names(kind)}")
     return key, {number: value[0] for number, value in entries[key].items() if number != "aliases"}
 
 

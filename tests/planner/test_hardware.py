@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from dataclasses import replace
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import ds_fuyou.planner.presets as hardware
+from ds_fuyou.cli import main
+from ds_fuyou.cli.machine_options import add_machine_options, machine_from
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.planner.cost import Placement, Workload, closed_form
 from ds_fuyou.planner.hardware import GIB
@@ -41,8 +44,53 @@ def test_names_are_found_whatever_their_spelling() -> None:
     for kind, find in (("gpus", find_gpu), ("ssds", find_ssd), ("hosts", find_host)):
         for name in PRESETS[kind]:
             assert find(name).name == name
-        with pytest.raises(FuyouConfigError, match=r"known are|did you mean"):
+        with pytest.raises(FuyouConfigError, match=rf"; known are {', '.join(PRESETS[kind])}$"):
             find("zzzz")
+    with pytest.raises(FuyouConfigError, match=r"did you mean h100, .*\? Known are rtx4090, .*, b200$"):
+        find_gpu("h101")
+
+
+@pytest.mark.parametrize("command", ["plan", "max-model"])
+def test_names_of_parts_are_in_the_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for kind in ("gpus", "ssds", "hosts"):
+        assert f"known: {', '.join(PRESETS[kind])}" in said
+
+
+def test_the_newest_gpus_hold_and_compute_more() -> None:
+    h100, h200, b200 = map(find_gpu, ("H100", "H200", "B200"))
+    assert h100.memory_bytes < h200.memory_bytes < b200.memory_bytes
+    assert h100.memory_rate < h200.memory_rate < b200.memory_rate
+    assert h100.matmul_flops == h200.matmul_flops < b200.matmul_flops
+
+
+@pytest.mark.parametrize(
+    ("flag", "given", "num_bytes"),
+    [
+        ("--dram-gb", "64", 64 * GIB),
+        ("--dram-gb", "64GiB", 64 * GIB),
+        ("--dram-gb", "64 GB", 64e9),
+        ("--ssd-tb", "2", 2e12),
+        ("--ssd-tb", "2TB", 2e12),
+        ("--ssd-tb", "500gb", 5e11),
+        ("--pinned-gb", "0.5", GIB / 2),
+        ("--pinned-gb", "512MiB", GIB / 2),
+    ],
+)
+def test_sizes_may_have_the_suffix_of_the_block(flag: str, given: str, num_bytes: float) -> None:
+    parser = argparse.ArgumentParser()
+    add_machine_options(parser)
+    on = machine_from(parser.parse_args([flag, given]))
+    found = {"--dram-gb": on.dram_bytes, "--ssd-tb": on.storage_bytes, "--pinned-gb": on.pinned_limit_bytes}
+    assert found[flag] == pytest.approx(num_bytes)
+
+
+def test_a_size_that_is_none_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "6B", "--dram-gb", "much"])
+    assert "argument --dram-gb: invalid size value: 'much'" in capsys.readouterr().err
 
 
 def test_storage_grows_with_ssds_up_to_what_the_host_carries() -> None:
