@@ -6,6 +6,7 @@ with adapters over them. No torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -96,9 +97,26 @@ def load_model(text: str) -> ModelSpec:
     if not os.path.isfile(path):
         raise FuyouConfigError(
             f"--model {text!r} must be a Hugging Face config.json, gpt:layers,heads,hidden,vocab or a published size; "
-            f"there is no such file, and the sizes are {', '.join(model_shapes())}"
+            f"{_missing(text, path)}"
         )
     return _from_file(path)
+
+
+def _missing(text: str, path: str) -> str:
+    """Why there is no such model, and what may be meant."""
+    sizes = ", ".join(model_shapes())
+    if path != text:
+        return f"there is no {path}"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(".json"):
+        return (
+            f"there is no such file, and nothing is fetched from the Hub: save "
+            f"https://huggingface.co/{text}/resolve/main/config.json and give its path"
+        )
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)b", text.lower())
+    if size is None or not float(size[1]):
+        return f"there is no such file, and the sizes are {sizes}"
+    near = min(model_shapes(), key=lambda name: abs(math.log(float(name[:-1]) / float(size[1]))))
+    return f"of the sizes {sizes} {near} is the nearest; a model's own config.json is exact"
 
 
 def _from_file(path: str) -> ModelSpec:

@@ -206,7 +206,7 @@ def test_a_name_in_a_file_prints_nothing_else(tmp_path: Path, capsys: pytest.Cap
     config = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "_name_or_path": "one\nstep 0.01 s\x1b[2J"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["plan", "--model", str(tmp_path / "config.json")]) == 0
+    assert main(["plan", "--model", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "one?step 0.01 s?[2J: " in shown
     assert "\x1b" not in shown
@@ -222,6 +222,10 @@ def test_a_name_in_a_file_prints_nothing_else(tmp_path: Path, capsys: pytest.Cap
         (["--model", "gpt:2,3,64,100"], "multiple of heads"),
         (["--model", "gpt:99999999,8,1024,1000"], "layers must be from 1 to 4096, found 99999999"),
         (["--model", "no/such/file.json"], "there is no such file"),
+        (["--model", "13Q"], "the sizes are 6B, 13B"),
+        (["--model", "8B"], "of the sizes 6B, 13B, 30B, 70B, 135B, 175B, 276B 6B is the nearest"),
+        (["--model", "llama/Llama-3-8B"], "fetched from the Hub: save https://huggingface.co/llama/Llama-3-8B/resolve"),
+        (["--model", "tests/planner"], "there is no tests/planner/config.json"),
         (["--model", "13B", "--batch", "0"], "--batch must be at least 1"),
         (["--model", "13B", "--accumulation", str(10**20)], "--accumulation must be at most 4096, found 1e+20"),
         (["--model", "13B", "--num-gpus", "0"], "--num-gpus must be positive"),
