@@ -526,6 +526,8 @@ def _unknown_keys(data: Mapping[str, Any], model: type[_Settings], where: str) -
         field = model.model_fields.get(key)
         if field is None:
             near = difflib.get_close_matches(str(key).lower(), model.model_fields, n=1, cutoff=0.5)
+            if key == "states" and "optimizer" in model.model_fields:
+                near = ["optimizer"]
             hint = f'did you mean "{where}.{near[0]}"?' if near else ""
             name = str(key)[:_MOST_SHOWN]
             yield f"{where}.{name}: unknown key; {hint or 'valid keys are ' + ', '.join(model.model_fields)}"

@@ -142,6 +142,7 @@ def test_paths_may_differ_between_nodes_and_ranks(monkeypatch: pytest.MonkeyPatc
     ("settings", "message"),
     [
         ({"nvme_pth": "/x"}, r'fuyou\.nvme_pth: unknown key; did you mean "fuyou\.nvme_path"'),
+        ({"plan": {"residency": {"states": 0.5}}}, r'residency\.states: .* mean "fuyou\.plan\.residency\.optimizer"'),
         ({"NVME_PATH": "/x"}, r'fuyou\.NVME_PATH: unknown key; did you mean "fuyou\.nvme_path"'),
         ({"optimizer": {"overlp": "none"}}, r'fuyou\.optimizer\.overlp: .*"fuyou\.optimizer\.overlap"'),
         ({"zzz": 1}, r"fuyou\.zzz: unknown key; valid keys are enabled, nvme_path"),
