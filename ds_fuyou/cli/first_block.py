@@ -6,6 +6,7 @@ By the same rule as a run, with what it would find now: free host memory, disks,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -103,8 +104,10 @@ def _paths(asked: Question) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Directories for state, those of them that are to be made, and a line about them."""
     for paths, says in ((asked.paths, "as told"), (_named(asked.config), "as the offload sections say")):
         if paths:
-            _refuse_memory(paths)
-            return paths, (), f"state in {', '.join(paths)}, {says}"
+            # A mount point that is missing is refused: its parent would be filled instead.
+            new = tuple(p for p in paths if p in asked.paths and not os.path.lexists(p) and Path(p).parent.is_dir())
+            _refuse_memory([os.path.dirname(path) if path in new else path for path in paths])
+            return paths, new, f"state in {', '.join(paths)}, {says}"
     disks = _best(find_disks())
     if not disks:
         return (), (), "state in host memory only: no local disk was found on which this user may write (--path)"

@@ -198,6 +198,17 @@ def test_what_a_section_holds_in_memory_is_not_said_to_go_to_storage(
     assert ("better take that out" in shown) == ("offload_optimizer" in section)
 
 
+def test_a_directory_that_is_told_is_made_where_its_parent_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = [tmp_path / "disk/one", tmp_path / "disk/two"]
+    assert main(["init", "--model", MODEL, "--path", *map(str, told)]) == 0
+    assert json.loads(capsys.readouterr().out)["fuyou"]["nvme_path"] == list(map(str, told))
+    assert all(path.is_dir() for path in told)
+    assert main(["init", "--model", MODEL, "--path", str(tmp_path / "no/three")]) == 2
+    assert not (tmp_path / "no").exists()
+
+
 def test_what_fits_is_left_to_the_sections(tmp_path: Path) -> None:
     file = written(tmp_path, {"bf16": {"enabled": True}, "zero_optimization": CPU})
     assert main(["init", str(file), "--model", MODEL]) == 0
