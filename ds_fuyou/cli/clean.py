@@ -16,7 +16,7 @@ from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 from ds_fuyou.storage.directory import ROOT_NAME, is_run_name
 from ds_fuyou.storage.shared_memory import SHARED_MEMORY, find_buffers, remove_buffer
 
-__all__ = ["add_arguments", "left_in_shared_memory", "run"]
+__all__ = ["add_arguments", "left_in_shared_memory", "nvme_path_of", "run"]
 
 
 class _Leftover(Protocol):
@@ -81,7 +81,7 @@ def _clean(path: str, dry_run: bool) -> int:
     from ds_fuyou.storage.cleanup import find_state, remove_state, state_of_others, what_it_holds
 
     folders = find_unfinished(Path(path))
-    root, only = _within(Path(os.path.abspath(path)))
+    root, only = nvme_path_of(Path(os.path.abspath(path)))
     try:
         states = [state for state in find_state(root) if only in (None, state.path)]
     except OSError as error:
@@ -93,7 +93,7 @@ def _clean(path: str, dry_run: bool) -> int:
     return _remove(states, remove_state, dry_run, what_it_holds) + _remove(folders, remove_unfinished, dry_run)
 
 
-def _within(path: Path) -> tuple[Path, Path | None]:
+def nvme_path_of(path: Path) -> tuple[Path, Path | None]:
     """The nvme_path, if the path is of the folder that runs make there, or of one run's (what ``fuyou recover`` takes):
     then that alone is meant.
     """

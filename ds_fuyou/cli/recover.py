@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from ds_fuyou.cli.clean import nvme_path_of
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import may_be_replaced
+from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps
+from ds_fuyou.units import shown_bytes
 
 __all__ = ["add_arguments", "run"]
 
@@ -48,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Leaves the state files as they are; ``fuyou clean`` removes them.
 
     Raises:
-        FuyouConfigError: options that belong to --checkpoint beside --weights; a path at which nothing can be made,
-            or a checkpoint that is not there.
+        FuyouConfigError: options that belong to --checkpoint beside --weights; a path at which nothing can be made;
+            a checkpoint or a directory that is not there, or one of several runs.
         FuyouStateError, FuyouStorageError: as :mod:`ds_fuyou.checkpoint.recovery`.
     """
     from ds_fuyou.checkpoint import recovery
@@ -59,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise FuyouConfigError("--tag and --like belong to --checkpoint; weights have neither")
         if not may_be_replaced(arguments.weights) or not arguments.weights.parent.is_dir():
             raise FuyouConfigError(f"--weights {arguments.weights} must name a regular file in a directory that exists")
+        _require_runs(arguments.directories, "--weights", arguments.weights)
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
         sys.stdout.write(f"{arguments.weights}: {said}{'' if found.verified else _NOT_COMPARED}\n")
@@ -67,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError(f"--checkpoint {arguments.checkpoint} must name a directory, or one to be made")
     if arguments.like is not None and not arguments.like.is_dir():
         raise FuyouConfigError(f"--like {arguments.like} must name an existing checkpoint")
+    _require_runs(arguments.directories, "--checkpoint", arguments.checkpoint)
     made = recovery.recover_checkpoint(
         arguments.directories, arguments.checkpoint, tag=arguments.tag, like=arguments.like
     )
@@ -77,3 +84,34 @@ def run(arguments: argparse.Namespace) -> int:
     for what in made.left_out:
         sys.stdout.write(f"not in it: {what}\n")
     return 0
+
+
+def _require_runs(directories: Sequence[Path], flag: str, out: Path) -> None:
+    """Raises FuyouConfigError for a path that is missing, or above runs: with the command that takes each of these."""
+    for path in directories:
+        if not path.exists():
+            raise FuyouConfigError(f"{path} does not exist; name NVME_PATH, and the runs in it are listed")
+    for path in directories:
+        nvme_path, only = nvme_path_of(path.absolute())
+        if only is not None:
+            continue
+        if commands := _commands(nvme_path, f"{flag} {shlex.quote(str(out))}"):
+            lines = [f"{path} is no run; name one directory of every rank of one:", *commands]
+            raise FuyouConfigError("\n  ".join(lines))
+
+
+def _commands(nvme_path: Path, options: str) -> list[str]:
+    """One a run, the newest first."""
+    runs: dict[str, list[StateDirectory]] = {}
+    for state in sorted(find_state(nvme_path), key=lambda state: (-state.started, state.rank)):
+        runs.setdefault(state.run_id, []).append(state)
+    found = []
+    for states in runs.values():
+        facts = [f"{shown_bytes(sum(state.num_bytes for state in states))}"]
+        facts += ["in use by a running process"] if any(state.alive for state in states) else []
+        facts += [] if all(map(holds_steps, states)) else ["holds no whole step"]
+        lacking = states[0].world_size - len(states)
+        facts += [f"{lacking} ranks are elsewhere"] if lacking > 0 else []
+        named = " ".join(shlex.quote(str(state.path)) for state in sorted(states, key=lambda state: state.rank))
+        found.append(f"fuyou recover {named} {options}  # {', '.join(facts)}")
+    return found

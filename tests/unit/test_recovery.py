@@ -153,6 +153,27 @@ def test_paths_at_which_nothing_can_be_made_are_told_as_they_were_given(
     assert capsys.readouterr().err == f"fuyou recover: {said}\n"
 
 
+def test_runs_below_a_path_are_named_with_the_command_that_takes_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody has the last line of a run that was killed."""
+    out = str(tmp_path / "w.pt")
+    assert main(["recover", str(tmp_path / "nope"), "--weights", out]) == 2
+    assert f"{tmp_path / 'nope'} does not exist; name NVME_PATH" in capsys.readouterr().err
+    directories = killed_run(tmp_path)
+    for given in (tmp_path / "first", tmp_path / "first/ds_fuyou"):
+        assert main(["recover", str(given), "--weights", out]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[0] == f"fuyou recover: {given} is no run; name one directory of every rank of one:"
+        command, _, facts = said[1].partition("  # ")
+        assert command == f"  fuyou recover {directories[0]} --weights {out}"
+        assert facts.endswith("B")
+    assert main(["recover", *command.split()[2:]]) == 0
+    shutil.rmtree(directories[0])
+    assert main(["recover", str(tmp_path / "first"), "--weights", out]) == 2
+    assert "a state directory must be PATH/ds_fuyou" in capsys.readouterr().err
+
+
 def test_directories_that_were_copied_elsewhere_are_named_all(tmp_path: Path) -> None:
     """From another machine, say: what the manifest calls them is not there."""
     directories = killed_run(tmp_path)
