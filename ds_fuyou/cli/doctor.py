@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.finding import Finding, path_finding
+from ds_fuyou.cli.machine_options import add_adapter_options, model_from
 from ds_fuyou.errors import FuyouConfigError, FuyouError
 from ds_fuyou.planner.model import ModelSpec
 
@@ -35,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", help="what is to be trained, as fuyou plan takes it: are the disks of a DeepSpeed JSON large enough?"
     )
+    add_adapter_options(parser)
     parser.add_argument("--measure", action="store_true", help="measure bandwidths in these directories, 10 s each")
 
 
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     directories = [path for path in arguments.paths if Path(path) not in files]
     if arguments.measure and not directories:
         raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
-    model = _model(arguments.model, files)
+    model = _model(arguments, files)
     found = itertools.chain(
         findings(directories, measure=arguments.measure), *(config_findings(file, model) for file in files)
     )
@@ -63,14 +65,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if healthy else 1
 
 
-def _model(model: str | None, files: list[Path]) -> ModelSpec | None:
-    if model is None:
+def _model(arguments: argparse.Namespace, files: list[Path]) -> ModelSpec | None:
+    if arguments.model is None:
+        if arguments.lora is not None:
+            raise FuyouConfigError("--lora needs --model: adapters of what?")
         return None
     if not files:
         raise FuyouConfigError("--model needs a DeepSpeed JSON, whose paths are compared with what it takes")
-    from ds_fuyou.simulator.models import load_model
-
-    return load_model(model)
+    return model_from(arguments)
 
 
 def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:

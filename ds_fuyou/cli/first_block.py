@@ -42,7 +42,7 @@ _OVERRULED = (
     "the block says so, as the offload sections ask for more host memory than is free; better take them out, and these "
     "tiers: then a run keeps there what fits when it starts"
 )
-_CLASSES = {"parameters": "P16", "optimizer": "P32 and moments", "gradients": "G16"}
+_CLASSES = {"frozen": "frozen P16", "parameters": "P16", "optimizer": "P32 and moments", "gradients": "G16"}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ def choose_block(asked: Question) -> FirstBlock:
     given = _plan_input(asked, activation, ranks)
     given, plan, tiers, how = _placed(given, asked, activation)
     why = [
-        f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters on {ranks} rank{'s' * (ranks > 1)}; "
+        f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters{_trained(asked.model)} on {ranks} "
+        f"rank{'s' * (ranks > 1)}; "
         f"{shown_bytes(given.dram_budget_bytes)} of host memory for each ({10 * AUTO_TENTHS} % of what is free now)",
         where,
         f"placement: {_shown(plan.residency)}; {how}",
@@ -91,6 +92,10 @@ def choose_block(asked: Question) -> FirstBlock:
     if written:
         block = {"enabled": True, "nvme_path": written[0] if len(written) == 1 else written, **tiers}
     return FirstBlock(block, new, why)
+
+
+def _trained(model: ModelSpec) -> str:
+    return f", {model.trainable_params / 1e6:,.1f} million of them trained," if model.frozen_params else ""
 
 
 def _activation(config: Mapping[str, Any], block: Mapping[str, Any]) -> Activation:
@@ -144,7 +149,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
     model = asked.model
     width = param_bytes(asked.config)
     sizes = PlanInput(
-        numel=-(-model.params // ranks),
+        numel=-(-model.trainable_params // ranks),
         param_bytes_each=width,
         grad_bytes_each=width,
         layout=_layout(asked.config, activation),
@@ -153,6 +158,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         num_cpus=max(1, cores_of_rank() // ranks),
         device_is_host=rank_device().is_host,
         num_paths=max(1, len(activation.state_paths)),
+        frozen_bytes=model.frozen_bytes / ranks,
     )
     return under_block(sizes, activation.config, bool(activation.state_paths))
 
@@ -226,7 +232,11 @@ def _shown(residency: Residency) -> str:
     where = {1.0: "in host memory", 0.0: "on storage"}
     if residency == Residency(1.0, 1.0, 1.0):
         return "everything in host memory"
-    shares = {shown: float(getattr(residency, name)) for name, shown in _CLASSES.items()}
+    shares = {
+        shown: float(getattr(residency, name))
+        for name, shown in _CLASSES.items()
+        if name != "frozen" or residency.frozen < 1
+    }
     return ", ".join(
         f"{name} {where.get(x, f'{x:.0%} in host memory, the rest on storage')}" for name, x in shares.items()
     )
@@ -262,7 +272,8 @@ def _room(given: PlanInput, plan: Plan, ranks: int, activation: Activation) -> R
         return None
     slot = given.param_bytes_each * (1 - place.parameters) + given.layout.bytes_each * (1 - place.optimizer)
     spilled = given.grad_bytes_each * (1 - place.gradients)
-    one, two, three = (int(num * (n * slot + spilled)) for n in (1, 2, 3))
+    frozen = given.frozen_bytes * (1 - place.frozen) * ranks
+    one, two, three = (int(num * (n * slot + spilled) + frozen) for n in (1, 2, 3))
     facts: list[PathFacts] = [probe_path(path) for path in paths]
     free, budget = sum(device_capacities(facts).values()), None
     if given.storage_budget_bytes < float("inf"):
@@ -307,6 +318,8 @@ def _told_room(room: Room) -> str:
     if room.slots == 3:
         third = shown_bytes(room.third)
         return f"storage: {two} with two slots, {third} with a third, for checkpoints behind training, and two of these"
+    if room.one == room.two:
+        return f"storage: {one}"
     if room.slots == 2:
         return f"storage: {two} with two slots"
     return f"storage: {one} with one slot; {two} would hold two (faster)"
@@ -323,7 +336,7 @@ def _durability(given: PlanInput, room: Room | None) -> str:
 
 def _buckets(asked: Question, ranks: int) -> list[str]:
     """On more than two ranks gradients are reduced in stock's buckets."""
-    zero, eighth = asked.config["zero_optimization"], asked.model.params // 8
+    zero, eighth = asked.config["zero_optimization"], max(1, asked.model.trainable_params // 8)
     size = zero.get("reduce_bucket_size", 500_000_000)
     if ranks <= 2 or size == "auto" or not isinstance(size, (int, float)) or size <= eighth:
         return []

@@ -19,10 +19,10 @@ from typing import Any
 
 from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, DeepSpeedFile, read_ds_file
 from ds_fuyou.cli.finding import Finding
+from ds_fuyou.cli.machine_options import add_adapter_options, model_from
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
-from ds_fuyou.simulator.models import load_model
 
 __all__ = ["add_arguments", "run", "with_block"]
 
@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", required=True, help="Hugging Face config.json, gpt:layers,heads,hidden,vocab, or a size such as 13B"
     )
+    add_adapter_options(parser)
     parser.add_argument(
         "--path",
         nargs="+",
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise FuyouConfigError(f"--ranks must be at least 1, found {arguments.ranks}")
     given = _given(arguments)
-    model = load_model(arguments.model)
+    model = model_from(arguments)
     standing = [] if given is None else _refused(findings_of(str(arguments.file), _asked(given.config)))
     if standing:
         return _told(standing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line options that describe a machine, shared by the planner's commands."""
+"""Command-line options that describe a machine, and adapters over a model, shared by several commands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from collections.abc import Callable
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.hardware import GIB, Machine
+from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.presets import find_gpu, find_host, find_ssd, machine_of, preset_names
+from ds_fuyou.simulator.models import load_model, with_adapters
 
-__all__ = ["add_machine_options", "machine_from", "pinned_limit_bytes", "size_in"]
+__all__ = [
+    "add_adapter_options",
+    "add_machine_options",
+    "machine_from",
+    "model_from",
+    "pinned_limit_bytes",
+    "size_in",
+]
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +41,23 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="xeon5320x2", help=f"host preset: DRAM and PCIe rates (%(default)s); known: {hosts}"
     )
+
+
+def add_adapter_options(parser: argparse.ArgumentParser) -> None:
+    """What is trained of a model."""
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank over a frozen base")
+    parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
+    parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
+
+
+def model_from(arguments: argparse.Namespace) -> ModelSpec:
+    """``--model`` with the adapters that are told.
+
+    Raises:
+        FuyouConfigError: not known, or adapters that cannot be.
+    """
+    model = load_model(arguments.model)
+    return with_adapters(model, arguments.lora, arguments.base_bits, arguments.lora_attention)
 
 
 def size_in(unit: float) -> Callable[[str], float]:

@@ -10,7 +10,14 @@ from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
-from ds_fuyou.cli.machine_options import add_machine_options, machine_from, pinned_limit_bytes, size_in
+from ds_fuyou.cli.machine_options import (
+    add_adapter_options,
+    add_machine_options,
+    machine_from,
+    model_from,
+    pinned_limit_bytes,
+    size_in,
+)
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
 from ds_fuyou.planner.cost import Workload
@@ -24,7 +31,6 @@ from ds_fuyou.planner.profiled import placed_under, predict, profile_line
 from ds_fuyou.simulator.choose import choose, with_checkpointing
 from ds_fuyou.simulator.compare import Training, compared, compared_text
 from ds_fuyou.simulator.fixed import limited, under_block
-from ds_fuyou.simulator.models import load_model, with_adapters
 from ds_fuyou.simulator.report import document_of, largest_batch, plan_text, upgrades
 from ds_fuyou.simulator.simulate import chrome_trace
 from ds_fuyou.simulator.systems import find_policy
@@ -64,9 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="sequences of a micro-batch on each GPU; default: --config's, or 1")
     parser.add_argument("--seq", type=int, default=1024, help="tokens of a sequence (%(default)s)")
     parser.add_argument("--accumulation", type=int, help="micro-batches a step; default: --config's, or 1")
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank over a frozen base")
-    parser.add_argument("--lora-attention", action="store_true", help="adapters beside attention's matrices alone")
-    parser.add_argument("--base-bits", type=int, default=16, help="of the frozen base: 16, or 4 (%(default)s)")
+    add_adapter_options(parser)
     parser.add_argument(
         "--fused-loss", action="store_true", help="the script's loss never has all logits (Liger's fused one, say)"
     )
@@ -121,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     slices_loss = policy.slices_loss or arguments.fused_loss
     policy = replace(policy, layout=_layout(policy.layout, arguments), slices_loss=slices_loss)
     work = Workload(
-        with_adapters(load_model(arguments.model), arguments.lora, arguments.base_bits, arguments.lora_attention),
+        model_from(arguments),
         1 if batch is None else batch,
         arguments.seq,
         1 if accumulation is None else accumulation,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ds_fuyou.cli import first_block, main
+from ds_fuyou.cli import doctor, first_block, main
 from ds_fuyou.cli.doctor_config import config_findings
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.planner.model import ModelSpec
@@ -396,6 +396,24 @@ def test_the_model_is_taken_from_the_command_line(tmp_path: Path, capsys: pytest
     assert "--model needs a DeepSpeed JSON" in capsys.readouterr().err
 
 
+def test_adapters_of_the_model_are_taken_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The preset for them has states in host memory, which those of the whole model exceed."""
+    monkeypatch.setattr(first_block, "available_host_bytes", lambda: 40 * 10**9)
+    monkeypatch.setattr(doctor, "findings", lambda *_, **__: iter(()))
+    preset = json.loads((Path(__file__).parents[2] / "configs" / "hf_lora_fuyou.json").read_text())
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps({**preset, "fuyou": {**preset["fuyou"], "nvme_path": str(tmp_path)}}))
+    asked = ["doctor", str(file), "--model", "gpt:32,32,4096,128000"]
+    assert main(asked) == 1
+    assert "FAIL  room for states: no placement of" in capsys.readouterr().out
+    assert main([*asked, "--lora", "16"]) == 0
+    assert "room for states: for two slots: two need 14." in capsys.readouterr().out
+    assert main(["doctor", str(file), "--lora", "16"]) == 2
+    assert "--lora needs --model" in capsys.readouterr().err
+
+
 def test_what_the_rank_decides_is_left_to_the_run(tmp_path: Path) -> None:
     findings = found({**zero(), "fuyou": {"nvme_path": "/nvme{local_rank}"}}, tmp_path)
     assert all(finding.ok for finding in findings)
@@ -404,7 +422,6 @@ def test_what_the_rank_decides_is_left_to_the_run(tmp_path: Path) -> None:
 def test_the_command_reads_files_and_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ds_fuyou.cli import doctor
 
     for check in ("_hook", "_other_ways", "_compiler", "_versions", "_operators"):
         monkeypatch.setattr(doctor, check, lambda: Finding("stub", "fine"))

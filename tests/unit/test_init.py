@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +209,28 @@ def test_a_directory_that_is_told_is_made_where_its_parent_is(
     assert all(path.is_dir() for path in told)
     assert main(["init", "--model", MODEL, "--path", str(tmp_path / "no/three")]) == 2
     assert not (tmp_path / "no").exists()
+
+
+def test_of_adapters_the_base_alone_is_large_and_has_no_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7 billion parameters: 14 GB of a frozen base, where training all takes 98 GB for one slot."""
+    with_memory(monkeypatch, 10 * GB)
+    facts = probe_path(tmp_path)
+    monkeypatch.setattr(first_block, "probe_path", lambda path: replace(facts, free_bytes=50 * GB))
+    asked = ["init", "--model", "gpt:32,32,4096,128000", "--path", str(tmp_path)]
+    assert main(asked) == 2
+    assert "on storage, 50.0 GB can be used" in capsys.readouterr().err
+    assert main([*asked, "--lora", "16"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"7,002 million parameters, \d\d\.\d million of them trained, on 1 rank;", said)
+    assert re.search(
+        r"frozen P16 \d+% in host memory, the rest on storage, P16 in host memory, P32 and moments in", said
+    )
+    stored = float(re.search(r"storage: ([\d.]+) GB\n", said)[1])  # type: ignore[index]
+    assert 14 - 8 < stored < 14
+    assert main([*asked, "--lora", "16", "--base-bits", "4"]) == 0
+    assert "everything in host memory" in capsys.readouterr().err
 
 
 def test_what_fits_is_left_to_the_sections(tmp_path: Path) -> None:
