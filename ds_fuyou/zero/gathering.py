@@ -108,11 +108,10 @@ def _portions(params: Sequence[Parameter], limit_bytes: int) -> Iterator[list[Pa
 
 def _await_copies(params: Sequence[Parameter]) -> None:
     """Of one rank, as stock does behind a gather that it does not return a handle of: a script may use the values on
-    another stream, and what is gathered next is copied on another one, whose end says nothing of these copies."""
+    another stream, and what is gathered next is copied on another one, whose end says nothing of these copies. What was
+    gathered already may be on its way on DeepSpeed's gathering stream."""
     if dist.get_world_size() == 1 and any(map(swaps_here, params)):
-        device = rank_device()
-        if not device.is_host:
-            device.current_stream().synchronize()
+        rank_device().synchronize()
 
 
 def _let_go(params: Sequence[Parameter]) -> None:

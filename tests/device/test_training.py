@@ -22,6 +22,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import ds_fuyou
 import ds_fuyou.activations.arena as arena_module
@@ -75,17 +76,20 @@ def make_engine(
     *,
     is_gathered: bool = False,
     accumulation: int = 1,
+    ahead: int | None = None,
     spec: dict[str, Any] | None = None,
     **more: Any,
 ) -> Any:
     """Three small blocks, or as ``spec`` says, updates behind the next forward. ``is_gathered``: all parameters, from
-    step to step; ``more`` is added to the block.
+    step to step; ``ahead``: elements that DeepSpeed gathers before they are used; ``more`` is added to the block.
     """
     swap.mkdir()
     zero: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
     zero |= {"offload_param": {"device": "cpu", "pin_memory": True}}
     if is_gathered:
         zero["stage3_param_persistence_threshold"] = 1_000_000
+    if ahead is not None:
+        zero["stage3_prefetch_bucket_size"] = ahead
     config = ds_config(gradient_clipping=1.0, gradient_accumulation_steps=accumulation, zero_optimization=zero)
     config["fuyou"] = fuyou_of(swap, tiers, "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
@@ -845,4 +849,27 @@ def test_what_a_script_gathers_is_there_on_every_stream(tiers: str, tmp_path: Pa
     with deepspeed.zero.GatheredParameters(params), torch.standin.stream(torch.standin.Stream()):
         found = [param.detach().cpu() for param in params]
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    engine.destroy()
+
+
+def test_what_a_forward_has_gathered_is_there_for_a_script_that_gathers_it(tmp_path: Path) -> None:
+    """A small parameter stays gathered behind its module, its copy may still be on DeepSpeed's gathering stream."""
+    engine = make_engine(tmp_path / "swap", "all", "none", ahead=0)
+    for batch in batches(STEADY):
+        train(engine, batch)
+    last = engine.module.norm.weight
+    with deepspeed.zero.GatheredParameters([last]):
+        expected = last.detach().cpu()
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    gathering = coordinator._PartitionedParameterCoordinator__allgather_stream
+
+    def hold(*_: object) -> None:
+        threading.Timer(0.4, torch.standin.core.hold(gathering.stream_id)).start()
+
+    engine.module.blocks[2].down.register_forward_pre_hook(hold)
+    engine(**batches(1)[0])
+    assert last.ds_status is ZeroParamStatus.AVAILABLE
+    with torch.standin.stream(torch.standin.Stream()), deepspeed.zero.GatheredParameters([last]):
+        found = last.detach().cpu()
+    assert torch.equal(found, expected)
     engine.destroy()
