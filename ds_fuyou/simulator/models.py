@@ -116,7 +116,7 @@ def _missing(text: str, path: str) -> str:
     if size is None or not float(size[1]):
         return f"there is no such file, and the sizes are {sizes}"
     near = min(model_shapes(), key=lambda name: abs(math.log(float(name[:-1]) / float(size[1]))))
-    return f"of the sizes {sizes} {near} is the nearest; a model's own config.json is exact"
+    return f"{near} is the nearest of the sizes {sizes}; a model's own config.json is exact"
 
 
 def _from_file(path: str) -> ModelSpec:

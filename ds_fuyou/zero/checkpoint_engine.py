@@ -60,7 +60,7 @@ T = TypeVar("T")
 _FROZEN_FRAGMENTS, _OPTIMIZER = "frozen_param_fragments", "optimizer_state_dict"
 _WAIT = "fuyou_wait_checkpoint"  # of the engine
 _PIECE_BYTES = 8 << 20
-_SMALL_ENTRIES = 64 << 20  # room for what is not counted: scheduler, client state, recovery script
+_SMALL_ENTRIES = 8 << 20  # room for what is not counted: scheduler, client state, recovery script
 
 
 class CopiedScripts:

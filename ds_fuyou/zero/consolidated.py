@@ -61,8 +61,9 @@ def _room_for_all(
         yield
         return
     needed = MappedTensors.size_of(sum(sizes), len(sizes))
-    directory = max(map(Path, activation.state_paths), key=lambda path: shutil.disk_usage(path).free)
+    directory = Path(activation.state_paths[0])
     try:
+        directory = max(map(Path, activation.state_paths), key=lambda path: shutil.disk_usage(path).free)
         room = MappedTensors(directory, needed)
     except OSError as error:  # as stock does it
         get_logger().warning(

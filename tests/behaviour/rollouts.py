@@ -433,6 +433,9 @@ def scarce(swap: str) -> dict[str, Any]:
     same.append(equal(kept, theirs))
     found["some in a file"] = [is_mapped(value) for value in kept.values() if value.numel()]
     MappedTensors.keep = keep
+    usage, consolidated.shutil.disk_usage = consolidated.shutil.disk_usage, refused
+    same.append(equal(gathered(engine), theirs))
+    consolidated.shutil.disk_usage = usage
     consolidated.MappedTensors = refused
     kept = gathered(engine)
     same.append(equal(kept, theirs))

@@ -329,7 +329,7 @@ def test_with_room_for_one_slot_updates_begin_in_step(
     assert main([*plan, "--ssd-tb", "0.12"]) == 0
     assert "one slot a chunk, as storage lacks" in capsys.readouterr().out
     assert main([*plan, "--ssd-tb", "1"]) == 0
-    assert "one slot" not in capsys.readouterr().out
+    assert "one slot a chunk" not in capsys.readouterr().out
 
 
 def test_without_a_limit_host_memory_is_filled_as_a_run_fills_it(

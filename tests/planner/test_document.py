@@ -30,7 +30,7 @@ def test_a_saved_plan_is_the_same_when_loaded(plan: PlanDocument, tmp_path: Path
     assert not is_document({"chunk_bytes": 1})
 
 
-@pytest.mark.parametrize(("gib", "chunk_bytes"), [(64, 16 * MIB), (1.8, 4 * MIB)])
+@pytest.mark.parametrize(("gib", "chunk_bytes"), [(64, 16 * MIB), (2.3, 4 * MIB)])
 def test_settings_are_those_of_the_decision(gib: float, chunk_bytes: int) -> None:
     found = chosen("13B", 1, on=machine(4, gib))
     assert found.plan is not None

@@ -109,5 +109,5 @@ def test_files_that_are_no_config_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(FuyouConfigError, match="readable JSON"):
         load_model(str(tmp_path))
-    with pytest.raises(FuyouConfigError, match=r"the sizes are 6B, 13B, .*276B"):
+    with pytest.raises(FuyouConfigError, match=r"6B is the nearest of the sizes 6B, 13B, .*276B"):
         load_model("7B")

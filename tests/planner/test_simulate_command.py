@@ -223,7 +223,7 @@ def test_a_name_in_a_file_prints_nothing_else(tmp_path: Path, capsys: pytest.Cap
         (["--model", "gpt:99999999,8,1024,1000"], "layers must be from 1 to 4096, found 99999999"),
         (["--model", "no/such/file.json"], "there is no such file"),
         (["--model", "13Q"], "the sizes are 6B, 13B"),
-        (["--model", "8B"], "of the sizes 6B, 13B, 30B, 70B, 135B, 175B, 276B 6B is the nearest"),
+        (["--model", "8B"], "6B is the nearest of the sizes 6B, 13B, 30B, 70B, 135B, 175B, 276B"),
         (["--model", "llama/Llama-3-8B"], "fetched from the Hub: save https://huggingface.co/llama/Llama-3-8B/resolve"),
         (["--model", "tests/planner"], "there is no tests/planner/config.json"),
         (["--model", "13B", "--batch", "0"], "--batch must be at least 1"),
