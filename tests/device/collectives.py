@@ -3,14 +3,13 @@
 
 A collective begins behind the current stream's work and ends when all ranks have come to it. One that returns a handle
 runs on a stream of the group's own, which the stream that is current in ``handle.wait()`` is made to wait for; any
-other runs on the current stream. The tensors of a handle live until it was waited for. gloo does it on copies in host
-memory:
+other runs on the current stream. The tensors of a handle live until it was waited for. gloo does it:
 
-1. the asking thread: on the collective's stream, copies down of what goes in, an event, and a gate;
-2. the thread of this module, in the order of asking: waits for the event, has gloo compute, copies what comes out to
-   the device on a stream of its own, waits for that, and opens the gate.
+1. the asking thread: on the collective's stream, an event, and a gate;
+2. the thread of this module, in the order of asking: waits for the event, and for all ranks to come so far (NCCL may
+   read as late), has gloo compute on the memory of the device, and opens the gate.
 
-*Why nothing deadlocks:* the thread waits for copies that lie behind earlier work alone, and for the other ranks'
+*Why nothing deadlocks:* the thread waits for events that lie behind earlier work alone, and for the other ranks'
 threads, which have the same order; the gates of a stream are opened in the order in which they lie on it. The host
 takes no lock and lets go of the GIL where it waits for the device. gloo's groups are this thread's alone: what others
 ask of gloo meanwhile, objects and barriers, goes by the groups that scripts have. What fails is told by the next call.
@@ -33,7 +32,6 @@ from tests.device.backend import NAME
 
 __all__ = ["order_collectives"]
 
-_empty = torch.empty  # which ``zero.Init`` replaces, to make other tensors
 _STAGED = ("reduce", "reduce_scatter", "all_gather_coalesced", "all_to_all_single", "gather", "scatter")
 
 
@@ -88,7 +86,7 @@ class _Runner:
 
     def _serve(self, index: int) -> None:
         torch.standin.set_device(index)
-        with torch.standin.stream(torch.standin.Stream()), torch.no_grad():
+        with torch.no_grad():
             while (work := self._asked.get()) is not None:
                 try:
                     work()
@@ -115,8 +113,8 @@ def _late(
     group: Any,
     async_op: bool,
 ) -> _Handle | None:
-    """``compute(outputs, inputs, group)`` of tensors in host memory. An output may be the memory of an input. A single
-    rank's is a copy on the device, or nothing, where it works in place.
+    """``compute(outputs, inputs, group)`` as gloo does it. An output may be the memory of an input. A single rank's is
+    a copy on the device, or nothing, where it works in place.
     """
     if torch.distributed.get_world_size(group) == 1:
         for output, given in zip(outputs, inputs, strict=True):
@@ -128,22 +126,18 @@ def _late(
     asking = torch.standin.current_stream()
     stream = _runner.stream(mine) if async_op else asking
     begin = asking.record_event()
-    with torch.standin.stream(stream), torch.no_grad():
-        stream.wait_event(begin)
-        taken = [_empty(each.shape, dtype=each.dtype, pin_memory=True) for each in inputs]
-        for host, device in zip(taken, inputs, strict=True):
-            host.copy_(device.detach(), non_blocking=True)
-        copied = stream.record_event()
-        open_gate = torch.standin.core.hold(stream.stream_id)
-        end = stream.record_event()
+    stream.wait_event(begin)
+    ready = stream.record_event()
+    open_gate = torch.standin.core.hold(stream.stream_id)
+    end = stream.record_event()
+    # As the device's threads reach them. It keeps nothing alive: who lets memory go before the end tells its stream.
+    written, read = ([torch.standin.core.aliased(each.detach()) for each in some] for some in (outputs, inputs))
 
     def work() -> None:
         try:
-            copied.synchronize()
-            found = [_empty(each.shape, dtype=each.dtype) for each in outputs]
-            compute(found, taken, mine)
-            for device, host in zip(outputs, found, strict=True):
-                device.detach().copy_(host)
+            ready.synchronize()
+            torch.distributed.barrier(group=mine)
+            compute(written, [each.clone() for each in read], mine)
         finally:
             open_gate()
 

@@ -271,6 +271,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
     module.def("busy_secs", &busy_secs);
     module.def("now_ns", &now_ns);
     module.def("hold", &hold);
+    module.def("aliased", &aliased);
     module.def("fail_copy", &fail_copy);
     module.def("clear_failure", &clear_failure);
     module.def("take_trips", [] {
