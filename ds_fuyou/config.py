@@ -94,7 +94,8 @@ def _parse_large_budget(value: object) -> object:
     """One that holds at least a page: a smaller number was meant in other units."""
     budget = _parse_budget(value)
     if isinstance(budget, int) and budget < PAGE_BYTES:
-        raise ValueError(f'must be at least {PAGE_BYTES} bytes; {budget} bytes? Write "{budget}GiB"')
+        meant = f'; {budget} bytes? Write "{budget}GiB"' if value == budget else ""
+        raise ValueError(f"must be at least {PAGE_BYTES} bytes{meant}")
     return budget
 
 

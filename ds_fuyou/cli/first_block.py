@@ -112,7 +112,8 @@ def _paths(asked: Question) -> tuple[tuple[str, ...], tuple[str, ...], str]:
             # A mount point that is missing is refused: its parent would be filled instead.
             new = tuple(p for p in paths if p in asked.paths and not os.path.lexists(p) and Path(p).parent.is_dir())
             _refuse_memory([os.path.dirname(path) if path in new else path for path in paths])
-            return paths, new, f"state in {', '.join(paths)}, {says}"
+            made = f"; {', '.join(new)} is made" if new else ""
+            return paths, new, f"state in {', '.join(paths)}, {says}{made}"
     disks = _best(find_disks())
     if not disks:
         return (), (), "state in host memory only: no local disk was found on which this user may write (--path)"

@@ -36,7 +36,9 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--dram-gb", type=size_in(GIB), default=128.0, help="DRAM, 2^30 bytes, or as 64GB, 64GiB (%(default)s)"
     )
     parser.add_argument(
-        "--pinned-gb", type=size_in(GIB), help="what may be page-locked, as --dram-gb; default: all DRAM"
+        "--pinned-gb",
+        type=size_in(GIB),
+        help="what may be page-locked, as --dram-gb; default: all DRAM, of ds_fuyou what a run takes by itself",
     )
     parser.add_argument(
         "--host", default="xeon5320x2", help=f"host preset: DRAM and PCIe rates (%(default)s); known: {hosts}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ds_fuyou.cli.clean import nvme_path_of
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise FuyouConfigError("--tag and --like belong to --checkpoint; weights have neither")
         if not may_be_replaced(arguments.weights) or not arguments.weights.parent.is_dir():
             raise FuyouConfigError(f"--weights {arguments.weights} must name a regular file in a directory that exists")
-        _require_runs(arguments.directories, "--weights", arguments.weights)
+        _require_runs(arguments.directories, {"--weights": arguments.weights})
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
         sys.stdout.write(f"{arguments.weights}: {said}{'' if found.verified else _NOT_COMPARED}\n")
@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError(f"--checkpoint {arguments.checkpoint} must name a directory, or one to be made")
     if arguments.like is not None and not arguments.like.is_dir():
         raise FuyouConfigError(f"--like {arguments.like} must name an existing checkpoint")
-    _require_runs(arguments.directories, "--checkpoint", arguments.checkpoint)
+    given = {"--checkpoint": arguments.checkpoint, "--tag": arguments.tag, "--like": arguments.like}
+    _require_runs(arguments.directories, given)
     made = recovery.recover_checkpoint(
         arguments.directories, arguments.checkpoint, tag=arguments.tag, like=arguments.like
     )
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _require_runs(directories: Sequence[Path], flag: str, out: Path) -> None:
+def _require_runs(directories: Sequence[Path], given: Mapping[str, object]) -> None:
     """Raises FuyouConfigError for a path that is missing, or above runs: with the command that takes each of these."""
     for path in directories:
         if not path.exists():
@@ -95,7 +96,8 @@ def _require_runs(directories: Sequence[Path], flag: str, out: Path) -> None:
         nvme_path, only = nvme_path_of(path.absolute())
         if only is not None:
             continue
-        if commands := _commands(nvme_path, f"{flag} {shlex.quote(str(out))}"):
+        options = [f"{flag} {shlex.quote(str(value))}" for flag, value in given.items() if value is not None]
+        if commands := _commands(nvme_path, " ".join(options)):
             lines = [f"{path} is no run; name one directory of every rank of one:", *commands]
             raise FuyouConfigError("\n  ".join(lines))
 

@@ -174,13 +174,11 @@ def room_line(chosen: Chosen) -> str:
     if chosen.policy.tiers is not Tiers.PLANNED:
         return ""
     one, two = _stored_bytes(chosen.needs, chosen.asked)
-    checkpoint = shown_bytes(CHECKPOINT_BYTES * chosen.work.model.trainable_params)
+    checkpoint = f"one checkpoint {shown_bytes(CHECKPOINT_BYTES * chosen.work.model.trainable_params)} beside"
     if two <= one:
-        return f"disk: {shown_bytes(one)}, one checkpoint {checkpoint} beside"
-    return (
-        f"disk: one slot {shown_bytes(one)}, two slots {shown_bytes(two)} (what a run takes where the disk has room), "
-        f"one checkpoint {checkpoint} beside"
-    )
+        return f"disk: {shown_bytes(one)}, {checkpoint}" if one else f"disk: nothing, {checkpoint}"
+    slots = f"two slots {shown_bytes(two)} (a run's, where the disk has room; a third for saves behind training)"
+    return f"disk: {'' if chosen.asked.is_durable else f'one slot {shown_bytes(one)}, '}{slots}, {checkpoint}"
 
 
 def _question(work: Workload, machine: Machine, policy: Policy) -> tuple[PlanInput, StepTime]:

@@ -37,9 +37,9 @@ class MappedTensors:
         self._size, self._end, self._synced = num_bytes, 0, 0
         self._fd = open_anonymous(directory, "keep a model that is saved")
         try:
-            preallocate(self._fd, num_bytes)
             # Through the page cache: what is given is not aligned, and is read back by way of the cache.
             fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            preallocate(self._fd, num_bytes)
             # Shared: private pages that may be written to count as memory that is promised.
             self._map = mmap.mmap(self._fd, num_bytes, mmap.MAP_SHARED)
         except BaseException:
@@ -52,17 +52,18 @@ class MappedTensors:
         return num_bytes + count * _ALIGN_BYTES
 
     def keep(self, values: torch.Tensor) -> torch.Tensor:
-        """The same values, dense, in the file.
+        """The same values, dense, in the file; ``values`` itself if there is no room for it, or it is no plain tensor.
 
         Raises:
-            OSError: the disk failed, or there is no room for this one.
+            OSError: the disk failed.
         """
-        data = memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
-        if len(data) == 0:
-            return values
+        is_plain = type(values) is torch.Tensor and values.device.type == "cpu"
+        is_plain = is_plain and values.layout is torch.strided and not values.is_quantized
         begin = -(-self._end // _ALIGN_BYTES) * _ALIGN_BYTES
-        if begin + len(data) > self._size:
-            raise OSError(f"{self._size} bytes were foretold, {begin + len(data)} are needed")
+        if not is_plain or not 0 < values.nbytes <= self._size - begin:
+            return values
+        values = values.detach().resolve_conj().resolve_neg().contiguous()
+        data = memoryview(values.view(-1).view(torch.uint8).numpy())
         at = begin
         while data:
             num_bytes = os.pwrite(self._fd, data[:_SYNC_BYTES], at)

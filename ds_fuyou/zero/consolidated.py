@@ -28,7 +28,8 @@ def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_zero3_consolidated_16bit_state_dict``: gathers module by module, each as though it would be edited, which
     writes it back. Nothing is: all is read ahead, and nothing written. DeepSpeed's dictionary is part of a cycle (the
     function that fills it calls itself), which holds the whole model until Python looks for cycles; this one is not.
-    What takes more than half of the host memory that is free lies in a file of ``nvme_path`` without a name.
+    What takes more than half of the host memory that is free lies in a file of ``nvme_path`` without a name, unless
+    memory has room and the disk does not: the script may be about to write as much again.
     """
 
     @functools.wraps(original)
@@ -55,16 +56,18 @@ def _room_for_all(
     """Inside, what stock takes to host memory is kept on storage, on the rank that keeps it, if memory has no room."""
     params = [param for param in in_use_order(module) if param.requires_grad or not exclude_frozen_parameters]
     sizes = [param.ds_numel * param.element_size() for param in params]
-    sizes += [buffer.numel() * buffer.element_size() for buffer in module.buffers()]
+    every = (buffer for owner in module.modules() for buffer in owner.buffers(recurse=False))  # copied for each owner
+    sizes += [buffer.numel() * buffer.element_size() for buffer in every]
     free = available_host_bytes()
     if dist.get_rank() != 0 or 2 * sum(sizes) <= free or not activation.state_paths:
         yield
         return
     needed = MappedTensors.size_of(sum(sizes), len(sizes))
-    directory = Path(activation.state_paths[0])
+    directory, room = Path(activation.state_paths[0]), None
     try:
         directory = max(map(Path, activation.state_paths), key=lambda path: shutil.disk_usage(path).free)
-        room = MappedTensors(directory, needed)
+        if sum(sizes) > free or 2 * needed <= shutil.disk_usage(directory).free:
+            room = MappedTensors(directory, needed)
     except OSError as error:  # as stock does it
         get_logger().warning(
             "the 16-bit weights take %d MiB of host memory, of which %d MiB are free, as they cannot be kept in %s: %s",
@@ -73,6 +76,7 @@ def _room_for_all(
             directory,
             error,
         )
+    if room is None:
         yield
         return
     get_logger().info(
@@ -99,11 +103,11 @@ class _Kept(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func is not torch.Tensor.cpu or self._room is None or made.layout is not torch.strided:
+        if func is not torch.Tensor.cpu or self._room is None:
             return made
         try:
             return self._room.keep(made)
-        except OSError as error:  # not raised: other ranks are in the middle of gathering
+        except (OSError, RuntimeError) as error:  # not raised: other ranks are in the middle of gathering
             get_logger().warning("16-bit weights stay in host memory from here on: %s", error)
             self._room = None
             return made

@@ -275,7 +275,7 @@ class TrainingState:
         setattr(engine, _CLIENT_STATE, client)
         self._pending, self._resumed_at = record.generator_states(), counters["global_steps"]
         self._built_seed = torch.initial_seed()
-        self._hook = self._module.register_forward_pre_hook(self._before_forward, prepend=True)
+        self._hook = self._module.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
 
     def _before_forward(self, module: torch.nn.Module, _inputs: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):

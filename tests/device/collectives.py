@@ -10,7 +10,8 @@ other runs on the current stream. The tensors of a handle live until it was wait
    read as late), has gloo compute on the memory of the device, and opens the gate.
 
 *Why nothing deadlocks:* the thread waits for events that lie behind earlier work alone, and for the other ranks'
-threads, which have the same order; the gates of a stream are opened in the order in which they lie on it. The host
+threads, which have the same order; the gates of a stream are opened in the order in which they lie on it (of one thread
+that asks, as DeepSpeed's). The host
 takes no lock and lets go of the GIL where it waits for the device. gloo's groups are this thread's alone: what others
 ask of gloo meanwhile, objects and barriers, goes by the groups that scripts have. What fails is told by the next call.
 """
@@ -21,6 +22,7 @@ import atexit
 import functools
 import importlib
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,17 +88,19 @@ class _Runner:
 
     def _serve(self, index: int) -> None:
         torch.standin.set_device(index)
-        with torch.no_grad():
+        with torch.inference_mode():  # what was asked for in that mode is written, too
             while (work := self._asked.get()) is not None:
-                try:
-                    work()
-                except BaseException as error:  # raised by whoever calls next
-                    self._failure = self._failure or error
+                work()
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
 
     def _stop(self) -> None:
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(timeout=10)
+        if self._failure is not None:
+            sys.stderr.write(f"a collective has failed: {self._failure!r}\n")
 
     def raise_failure(self) -> None:
         if self._failure is not None:
@@ -138,6 +142,8 @@ def _late(
             ready.synchronize()
             torch.distributed.barrier(group=mine)
             compute(written, [each.clone() for each in read], mine)
+        except BaseException as error:  # raised by whoever calls next
+            _runner.fail(error)
         finally:
             open_gate()
 

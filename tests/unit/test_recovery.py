@@ -165,6 +165,9 @@ def test_runs_below_a_path_are_named_with_the_command_that_takes_each(
         assert main(["recover", str(given), "--weights", out]) == 2
         said = capsys.readouterr().err.splitlines()
         assert said[0] == f"fuyou recover: {given} is no run; name one directory of every rank of one:"
+        like, made = tmp_path, tmp_path / "checkpoint-5"
+        assert main(["recover", str(given), "--checkpoint", str(made), "--like", str(like), "--tag", "t"]) == 2
+        assert f"{directories[0]} --checkpoint {made} --tag t --like {like}  # " in capsys.readouterr().err
         command, _, facts = said[1].partition("  # ")
         assert command == f"  fuyou recover {directories[0]} --weights {out}"
         assert facts.endswith("B")
