@@ -263,7 +263,7 @@ def test_max_model_names_one_or_says_why_none(capsys: pytest.CaptureFixture[str]
     assert main(["max-model", "--dram-gb", "256", "--num-ssds", "0"]) == 0
     found = capsys.readouterr().out
     assert found.startswith("13B (12.8 B parameters)")
-    assert "disk: 0 B, one checkpoint 154.1 GB beside" in found
+    assert "disk: nothing, one checkpoint 154.1 GB beside" in found
     assert main(["max-model", "--dram-gb", "1", "--ssd-tb", "8"]) == 1
     assert "of host memory" in capsys.readouterr().out
 
