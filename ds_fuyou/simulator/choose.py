@@ -288,7 +288,8 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
             return f"sequence length {seq} fits"
     missing = nearest.missing()
     # What is in the way may be its limit alone.
-    usable = usable_dram(replace(machine, pinned_limit_bytes=math.inf), policy)
+    unlimited = replace(machine, pinned_limit_bytes=math.inf)
+    usable = usable_dram(unlimited, policy) if machine.pinned_limit_bytes == math.inf else unlimited.dram_usable_bytes
     lacks_dram = max(0.0, nearest.total("cpu") - usable) * machine.dram_bytes / usable
     grown = replace(
         machine,
