@@ -43,6 +43,8 @@ TWO_PARAMETERS = {"prefetch_bytes": 4096}
 NOT_NEEDED = {
     "stream.wait_event at zero/gather_handles.py:wait": "the coordinator waits on the stream that copied; who waits on "
     "the one that computes is in test_training.py",
+    "device.synchronize at zero/gathering.py:_await_copies": "what these runs gather they use on the computing stream, "
+    "behind its copies; who uses another one is in test_training.py",
     "event.query at optimizer/intake.py:done": "whatever it says, wait() follows before anything is handed on",
     "stream.synchronize at zero/gradient_flow.py:rest": "every copy of a gradient was waited for before, and with it "
     "all that its stream was given; the norm is read on the computing stream before anything is changed. Sleep, which "
