@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,12 @@ def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
         activation = activation_of(self._config)
         if activation is None:
             return original(self, *args, **kwargs)
-        room = _room_for_all(activation, self.module, *args, **kwargs)
-        with in_order(in_use_order(self.module), is_saved=True), only_reading(), room:
+        params = in_use_order(self.module)
+        with (
+            in_order(params, is_saved=True),
+            only_reading(),
+            _kept_in(_room_for_all(activation, self.module, params, *args, **kwargs)),
+        ):
             found = original(self, *args, **kwargs)
         if found is None:  # not the first rank
             return None
@@ -49,26 +53,27 @@ def consolidated(original: Callable[..., Any]) -> Callable[..., Any]:
     return _zero3_consolidated_16bit_state_dict
 
 
-@contextmanager
 def _room_for_all(
-    activation: Activation, module: torch.nn.Module, exclude_frozen_parameters: bool = False
-) -> Iterator[None]:
-    """Inside, what stock takes to host memory is kept on storage, on the rank that keeps it, if memory has no room."""
-    params = [param for param in in_use_order(module) if param.requires_grad or not exclude_frozen_parameters]
-    sizes = [param.ds_numel * param.element_size() for param in params]
+    activation: Activation, module: torch.nn.Module, params: Sequence[Any], exclude_frozen_parameters: bool = False
+) -> MappedTensors | None:
+    """On storage, for what stock takes to host memory, on the rank that keeps it. None: in memory, as stock has it."""
+    if dist.get_rank() != 0 or not activation.state_paths:
+        return None
+    kept = [param for param in params if param.requires_grad or not exclude_frozen_parameters]
+    sizes = [param.ds_numel * param.element_size() for param in kept]
     every = (buffer for owner in module.modules() for buffer in owner.buffers(recurse=False))  # copied for each owner
     sizes += [buffer.numel() * buffer.element_size() for buffer in every]
     free = available_host_bytes()
-    if dist.get_rank() != 0 or 2 * sum(sizes) <= free or not activation.state_paths:
-        yield
-        return
+    if 2 * sum(sizes) <= free:
+        return None
     needed = MappedTensors.size_of(sum(sizes), len(sizes))
-    directory, room = Path(activation.state_paths[0]), None
+    directory = Path(activation.state_paths[0])
     try:
         directory = max(map(Path, activation.state_paths), key=lambda path: shutil.disk_usage(path).free)
-        if sum(sizes) > free or 2 * needed <= shutil.disk_usage(directory).free:
-            room = MappedTensors(directory, needed)
-    except OSError as error:  # as stock does it
+        if sum(sizes) <= free and 2 * needed > shutil.disk_usage(directory).free:
+            return None
+        room = MappedTensors(directory, needed)
+    except OSError as error:
         get_logger().warning(
             "the 16-bit weights take %d MiB of host memory, of which %d MiB are free, as they cannot be kept in %s: %s",
             sum(sizes) >> 20,
@@ -76,20 +81,24 @@ def _room_for_all(
             directory,
             error,
         )
-    if room is None:
-        yield
-        return
+        return None
     get_logger().info(
         "the 16-bit weights of %d MiB are kept in %s while they are saved, as %d MiB of host memory are free",
         sum(sizes) >> 20,
         directory,
         free >> 20,
     )
-    try:
-        with _Kept(room):
-            yield
-    finally:
-        room.close()
+    return room
+
+
+@contextmanager
+def _kept_in(room: MappedTensors | None) -> Iterator[None]:
+    """Inside, what stock takes to host memory goes there."""
+    if room is None:
+        yield
+        return
+    with closing(room), _Kept(room):
+        yield
 
 
 class _Kept(TorchFunctionMode):

@@ -11,9 +11,9 @@ other runs on the current stream. The tensors of a handle live until it was wait
 
 *Why nothing deadlocks:* the thread waits for events that lie behind earlier work alone, and for the other ranks'
 threads, which have the same order; the gates of a stream are opened in the order in which they lie on it (of one thread
-that asks, as DeepSpeed's). The host
-takes no lock and lets go of the GIL where it waits for the device. gloo's groups are this thread's alone: what others
-ask of gloo meanwhile, objects and barriers, goes by the groups that scripts have. What fails is told by the next call.
+that asks, as DeepSpeed's). The host takes no lock and lets go of the GIL where it waits for the device. gloo's groups
+are this thread's alone: what others ask of gloo meanwhile, objects and barriers, goes by the groups that scripts have.
+What fails is told by the next call, and at the process's end.
 """
 
 from __future__ import annotations
