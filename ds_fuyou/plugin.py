@@ -125,7 +125,7 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
     def make_swapper(ds_config: Any, model_dtype: Any) -> Any:
         if activation_of(ds_config) is None:
             return original(ds_config, model_dtype)
-        from ds_fuyou.zero.param_swapper import FuyouParameterSwapper
+        from ds_fuyou.zero.parameters.param_swapper import FuyouParameterSwapper
 
         return FuyouParameterSwapper(ds_config, model_dtype)
 
@@ -135,7 +135,7 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
 def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
-        from ds_fuyou.zero import handover
+        from ds_fuyou.zero.parameters import handover
 
         activation = activation_of(self._config)
         if activation is None:
@@ -167,7 +167,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(built, FuyouStage3Optimizer):
             built.report_to(self)
         elif optimizer is None:
-            from ds_fuyou.zero import inference
+            from ds_fuyou.zero.parameters import inference
 
             inference.watch(self, built, activation)
             handover.report_inference(self.module)
@@ -189,7 +189,7 @@ def _configure_checkpointing(original: Callable[..., Any]) -> Callable[..., Any]
     def configure(self: Any) -> None:
         original(self)
         if activation_of(self._config) is not None:
-            from ds_fuyou.zero.checkpoint_engine import replace_writer
+            from ds_fuyou.zero.saving.checkpoint_engine import replace_writer
 
             replace_writer(self)
         if _is_ours(self.optimizer):
@@ -265,49 +265,49 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.zero.partition_parameters",
         "Init._partition_param",
         "an edit goes where its own parameter lives, not where the first of the context does",
-        _from_zero("param_swapper:through_own_swapper"),
+        _from_zero("parameters.param_swapper:through_own_swapper"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "Init._all_gather",
         "parameters gathered together are read ahead, as many at once as host memory is planned for",
-        _from_zero("gathering:in_portions"),
+        _from_zero("parameters.gathering:in_portions"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "GatheredParameters.__init__",
         "what is gathered to be saved is neither broadcast nor written back",
-        _from_zero("param_swapper:gathers_to_read"),
+        _from_zero("parameters.param_swapper:gathers_to_read"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
         "a model that is saved is read ahead, not written back, and on storage where memory has no room",
-        _from_zero("consolidated:consolidated"),
+        _from_zero("saving.consolidated:consolidated"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.parameter_offload",
         "register_external_parameter",
         "reading a small parameter that is not gathered yet leaves the order of training as it is",
-        _from_zero("gathering:not_of_persistent"),
+        _from_zero("parameters.gathering:not_of_persistent"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "Init._convert_to_deepspeed_param",
         "a gather on several ranks does not wait for its partitions' copies to the device",
-        _from_zero("gather_handles:copied_ahead"),
+        _from_zero("parameters.gather_handles:copied_ahead"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "NoGatherHandle",
         "a gather on one rank does not stop the host",
-        _from_zero("gather_handles:event_ordered"),
+        _from_zero("parameters.gather_handles:event_ordered"),
     ),
     PatchPoint(
         "deepspeed.runtime.zero.partition_parameters",
         "NoGatherCoalescedHandle",
         "a gather on one rank does not stop the host",
-        _from_zero("gather_handles:event_ordered"),
+        _from_zero("parameters.gather_handles:event_ordered"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
@@ -325,13 +325,13 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.save_checkpoint",
         "a checkpoint appears whole or not at all, also behind training",
-        _from_zero("checkpoint_engine:saving"),
+        _from_zero("saving.checkpoint_engine:saving"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_module_state_dict",
         "frozen parameters on storage are loaded to storage",
-        _from_zero("checkpoint_engine:loading_module"),
+        _from_zero("saving.checkpoint_engine:loading_module"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",
@@ -343,7 +343,7 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         "deepspeed.runtime.engine",
         "DeepSpeedEngine.load_checkpoint",
         "a checkpoint on its way is waited for; all ranks load or none; what was loaded is committed at once",
-        _from_zero("loading:loading"),
+        _from_zero("saving.loading:loading"),
     ),
     PatchPoint(
         "deepspeed.runtime.engine",

@@ -93,8 +93,8 @@ class Like:
         return fragments
 
     def unlike(self, rank: int, sums: Mapping[str, tuple[int, int]]) -> list[str]:
-        """Frozen parameters of which a rank's parts have other values than ``sums`` says, as zero/frozen_base.py makes
-        them.
+        """Frozen parameters of which a rank's parts have other values than ``sums`` says, as zero/saving/frozen_base.py
+        makes them.
         """
         saved = _loaded(self._model_files[rank])
         found, shapes = [], saved["frozen_param_shapes"]

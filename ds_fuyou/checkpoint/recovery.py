@@ -3,8 +3,8 @@
 
 Weights are a state dictionary of P32, parameter by parameter. A checkpoint has stock's files (ZeRO-3, CPU tier) of
 every rank: states from the slots, what changes from step to step from the commit record, and the rest from the outline
-that the engine left when it was built (zero/checkpoint_outline.py). Neither needs the script, a device or model-sized
-memory.
+that the engine left when it was built (zero/saving/checkpoint_outline.py). Neither needs the script, a device or
+model-sized memory.
 
 [Note: frozen parameters]
 State files do not hold them: a run that goes on in place has them as its script makes them. A checkpoint that is made
@@ -34,6 +34,7 @@ from ds_fuyou.checkpoint.stock_state import StateEntries
 from ds_fuyou.checkpoint.training_record import SUMS_AS_BUILT, TrainingRecord, from_bytes, raw
 from ds_fuyou.checkpoint.unfinished import IN_USE, WritingLock, discard_left
 from ds_fuyou.errors import FuyouError, FuyouStateError, FuyouStorageError
+from ds_fuyou.files import replacing
 from ds_fuyou.storage.records import CONTENTS_NAME
 
 __all__ = ["Recovered", "RecoveredCheckpoint", "recover_checkpoint", "recover_weights"]
@@ -95,14 +96,9 @@ def recover_weights(directories: Sequence[Path], out: Path) -> Recovered:
                 where = ranks[0].store.directories[0] / CONTENTS_NAME
                 raise FuyouStateError(f"{where} says that {name[:60]} has {numel} elements; its ranks hold {held}")
             state[name] = stand_ins.add(shape, torch.float32, _Param(ranks, index, numel))
-        out = Path(os.path.realpath(out))
-        part = out.with_name(f".{out.name}.part-{os.getpid()}")
-        try:
+        with replacing(out) as part:
             streamed_file.save(state, part, stand_ins)
-            os.replace(part, out)
-            atomic.flush(out.parent)  # `fuyou clean` may come next
-        finally:
-            part.unlink(missing_ok=True)
+        atomic.flush(Path(os.path.realpath(out)).parent)  # `fuyou clean` may come next
         return Recovered(ranks[0].optimizer_step, len(state), all(rank.is_verified for rank in ranks))
 
 

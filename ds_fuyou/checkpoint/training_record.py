@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a commit record holds of a run beside its states, as zero/training_state.py takes it: coding, and its formats.
+"""What a commit record holds of a run beside its states, as zero/saving/training_state.py takes it: coding, formats.
 
 [Note: formats of the state of training]
 Since format 2 what the script handed over is bytes of its own, so that the rest can be read without the script, whose
@@ -28,7 +28,7 @@ VERSION = 4
 SMALL_BUFFERS = ""
 """Among buffers, by their names: all small ones."""
 SUMS_AS_BUILT = "ds_fuyou_frozen_sums_as_built"
-"""Key of a recovered checkpoint without frozen parameters, for zero/frozen_base.py: what it says of the dead run's."""
+"""Key of a recovered checkpoint without frozen parameters, for zero/saving/frozen_base.py: what the dead run's are."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def _locked_memory() -> Finding:
 
 
 def _host_memory() -> Finding:
-    from ds_fuyou.planner.host_memory import available_host_bytes
+    from ds_fuyou.host.available_memory import available_host_bytes
 
     return Finding("host memory", f"{available_host_bytes() / 1e9:.1f} GB available, a run plans with 80 % of it")
 
@@ -242,7 +242,7 @@ def _rates_check(path: str) -> Callable[[], Finding]:
 
 def _shares_check(paths: list[str]) -> Callable[[], Finding]:
     def shares() -> Finding:
-        from ds_fuyou.zero.striping import measured_weights
+        from ds_fuyou.zero.run.striping import measured_weights
 
         weights = measured_weights(tuple(paths), "auto") or (1.0,) * len(paths)
         each = (f"{path} {100 * weight / sum(weights):.0f} %" for path, weight in zip(paths, weights, strict=True))

@@ -16,8 +16,8 @@ from ds_fuyou.cli.ds_config import has_precision, param_bytes
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of, stock_states
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.host.available_memory import AUTO_TENTHS, available_host_bytes
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
 from ds_fuyou.planner.profiled import placed_under
@@ -32,8 +32,8 @@ from ds_fuyou.storage.layout import (
 )
 from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.units import shown_bytes
-from ds_fuyou.zero.budgets import cores_of_rank
 from ds_fuyou.zero.device import num_devices, rank_device
+from ds_fuyou.zero.run.budgets import cores_of_rank
 
 __all__ = ["FirstBlock", "Question", "Room", "choose_block", "room_here"]
 

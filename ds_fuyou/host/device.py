@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 
 __all__ = ["Device", "HostDevice", "failure_of"]
 

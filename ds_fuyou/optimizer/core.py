@@ -15,7 +15,7 @@ are added ([Note: sums on the host]). The C++ pipeline's worker and I/O threads 
 given (see the note in chunk_pipeline.h). The committer thread waits for a generation to be durable, writes
 the commit record and, on one rank, opens the next generation's writes; on several the training thread does. The
 committer never waits for the training thread, except for its next order. One more thread may take a :class:`Snapshot`
-away, for a checkpoint; see [Note: a save behind training] in zero/background_save.py.
+away, for a checkpoint; see [Note: a save behind training] in zero/saving/background_save.py.
 """
 
 from __future__ import annotations

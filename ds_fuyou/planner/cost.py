@@ -75,8 +75,8 @@ class Placement:
 
     Attributes:
         params, states, grads, frozen: share of the class in host memory; the rest is on storage.
-        two_versions: resident P16 exists twice, so that updates may start in backward.
-        states_twice: share of P32 and moments, of those in host memory, that exists twice for the same reason.
+        states_twice: share of P32 and moments, of those in host memory, that exists twice, so that updates may start in
+            backward.
         swapped_bytes: activations that leave one GPU, a micro-batch, all blocks; of these ``dram_activation_bytes``
             stay in host memory.
         kept_bytes: activations that stay on the GPU, beyond those of the block that is computed.
@@ -89,7 +89,6 @@ class Placement:
     params: float = 0.0
     states: float = 0.0
     grads: float = 1.0
-    two_versions: bool = False
     states_twice: float = 0.0
     frozen: float = 1.0
     swapped_bytes: float = 0.0

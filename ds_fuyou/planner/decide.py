@@ -117,7 +117,6 @@ class StepTime:
             residency.optimizer,
             residency.gradients,
             frozen=residency.frozen,
-            two_versions=has_two_versions(given, residency),
             states_twice=residency.optimizer_twice,
         )
         if self.activations is None:

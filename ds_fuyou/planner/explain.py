@@ -20,7 +20,6 @@ from ds_fuyou.planner.plan import (
     PlanInput,
     arena_bytes,
     classes_of,
-    has_two_versions,
     lane_bytes,
     minimum_lane_bytes,
     resident_bytes,
@@ -81,8 +80,7 @@ def _of_updates(given: PlanInput, time: StepTime, place: Placement, plan: Plan) 
         return None
     begins = time.policy.begins_in_backward
     other, residency = replace(given, may_speculate=not begins), plan.residency
-    tried = replace(place, two_versions=has_two_versions(other, residency))
-    predicted = (time.deferred() if begins else time.begun()).predicted(tried)
+    predicted = (time.deferred() if begins else time.begun()).predicted(place)
     needed = resident_bytes(other, residency) + _passing_bytes(other, place, plan, residency)
     lacking = max(0.0, needed + place.dram_activation_bytes - given.dram_budget_bytes)
     bound, homes = bound_by(predicted, time.machine), (_WAIT, _BEGIN) if begins else (_BEGIN, _WAIT)
@@ -99,7 +97,7 @@ def _of_class(given: PlanInput, time: StepTime, place: Placement, plan: Plan, na
         tried = replace(place, **changes)
         twice = min(tried.states_twice, tried.states)
         residency = Residency(tried.params, tried.states, tried.grads, tried.frozen, twice)
-        tried = replace(tried, two_versions=has_two_versions(given, residency), states_twice=twice)
+        tried = replace(tried, states_twice=twice)
         predicted = time.predicted(tried)
         if not predicted.iteration_secs < float("inf"):  # there is no storage
             continue

@@ -20,7 +20,7 @@ from ds_fuyou.planner.explain import bound_by
 from ds_fuyou.planner.hardware import GIB, Machine
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.model import ModelSpec
-from ds_fuyou.planner.plan import TWICE, Plan, PlanInput, has_two_versions, kept_param_bytes
+from ds_fuyou.planner.plan import TWICE, Plan, PlanInput, kept_param_bytes
 from ds_fuyou.planner.policies import Fates, Policy, Tiers, Updates
 from ds_fuyou.planner.profile import RunProfile
 
@@ -257,7 +257,7 @@ def expert_values(config: Any) -> dict[str, int | None]:
 
 def placed_under(config: Any, given: PlanInput, profile: RunProfile | None, accumulation: int = 1) -> Decision:
     """As :func:`placed`, under a ``FuyouConfig``: what a run does that begins anew, and what the command says that it
-    does. One that goes on from state files takes their placement (zero/taken_design.py).
+    does. One that goes on from state files takes their placement (zero/run/taken_design.py).
 
     Raises:
         FuyouConfigError: as :func:`decide`; where a plan document says the shares, with its name.
@@ -357,7 +357,6 @@ def _as_it_is(place: Placement, given: PlanInput, plan: Plan) -> Placement:
         states=now.optimizer,
         grads=now.gradients,
         states_twice=now.optimizer_twice,
-        two_versions=has_two_versions(given, now),
         kept_param_bytes=kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each),
     )
 

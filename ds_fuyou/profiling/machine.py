@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.threads import starting_threads, usable_cores
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.presets import constants
 from ds_fuyou.storage.probe import probe_path
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ds_fuyou.host.available_memory import AUTO_TENTHS
 from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.hardware import Machine
-from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.plan import (
     Plan,
     PlanInput,

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ds_fuyou.host.available_memory import AUTO_TENTHS
 from ds_fuyou.planner.cost import P16_BYTES, closed_form
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject
 from ds_fuyou.planner.hardware import GIB
-from ds_fuyou.planner.host_memory import AUTO_TENTHS
 from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.policies import Tiers
 from ds_fuyou.simulator.choose import Chosen, alternatives, batches, fits, quick_secs, room_line

@@ -33,12 +33,12 @@ from ds_fuyou.planner.plan import handles_activations
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
-from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.budgets import device_budget, loss_bytes_each, unmeasured_room
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import settle
 from ds_fuyou.zero.monitoring import tokens_in
-from ds_fuyou.zero.striping import path_weights
+from ds_fuyou.zero.parameters.gathering import settle
+from ds_fuyou.zero.run.auto_activations import AutoActivations
+from ds_fuyou.zero.run.budgets import device_budget, loss_bytes_each, unmeasured_room
+from ds_fuyou.zero.run.striping import path_weights
 
 __all__ = [
     "ActivationInput",

@@ -33,7 +33,7 @@ from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.gradient_cuts import make_cut, why_updates_wait
-from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlow"]

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ds_fuyou.checkpoint.stock_state import DTYPES
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.layout import ParamSpan
-from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run.rank_state import RankState
 
 __all__ = ["HpAccess"]
 

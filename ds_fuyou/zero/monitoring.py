@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.telemetry.report import BOUND_LANES, LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
-from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run.rank_state import RankState
 
 __all__ = ["StepMonitor", "count_tokens", "tokens_in"]
 

@@ -36,24 +36,10 @@ from ds_fuyou.state_layout import BF16, FP32
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
-from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
-from ds_fuyou.zero.checkpoint_outline import outline_of
-from ds_fuyou.zero.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.frozen_base import digest_of
-from ds_fuyou.zero.gathering import (
-    for_training,
-    release_gathered,
-    replaced,
-    shapes_alone,
-    unwatch_gathers,
-    watch_forwards,
-    watch_gathers,
-)
 from ds_fuyou.zero.gradient_flow import GradientFlow
-from ds_fuyou.zero.handover import owners
 from ds_fuyou.zero.hp_access import HpAccess
 from ds_fuyou.zero.monitoring import StepMonitor, count_tokens
 from ds_fuyou.zero.optimizer_object import (
@@ -64,10 +50,25 @@ from ds_fuyou.zero.optimizer_object import (
     require_type,
     run_hooks,
 )
-from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.run_design import TrainedModel
-from ds_fuyou.zero.run_facts import known_run
-from ds_fuyou.zero.run_plan import RunPlan
+from ds_fuyou.zero.parameters.across_batches import AcrossBatches
+from ds_fuyou.zero.parameters.gathering import (
+    for_training,
+    release_gathered,
+    replaced,
+    shapes_alone,
+    unwatch_gathers,
+    watch_forwards,
+    watch_gathers,
+)
+from ds_fuyou.zero.parameters.handover import owners
+from ds_fuyou.zero.run.rank_state import RankState
+from ds_fuyou.zero.run.run_design import TrainedModel
+from ds_fuyou.zero.run.run_facts import known_run
+from ds_fuyou.zero.run.run_plan import RunPlan
+from ds_fuyou.zero.saving.checkpoint_outline import outline_of
+from ds_fuyou.zero.saving.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
+from ds_fuyou.zero.saving.frozen_base import digest_of
+from ds_fuyou.zero.saving.training_state import TrainingState
 from ds_fuyou.zero.stock import (
     bound_gathered,
     combined_grad_norm,
@@ -78,7 +79,6 @@ from ds_fuyou.zero.stock import (
     watch_releases,
     without_prefetch_to_host,
 )
-from ds_fuyou.zero.training_state import TrainingState
 
 __all__ = ["FuyouStage3Optimizer"]
 

@@ -16,8 +16,8 @@ from ds_fuyou.activations.auto import Choice, Counts, SavedStep
 from ds_fuyou.host.compute_clock import HostClock
 from ds_fuyou.host.device import Device, HostDevice
 from ds_fuyou.planner.cost import Placement
-from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.step_clock import StepClock
+from ds_fuyou.zero.run.auto_activations import AutoActivations
+from ds_fuyou.zero.run.step_clock import StepClock
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Attached, Plain, attached, gradients
 from tests.activations.test_measured_peak import CountedDevice

@@ -13,8 +13,8 @@ from ds_fuyou.activations.tier import SOON_BYTES
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.host.device import HostDevice
 from ds_fuyou.planner.activations import WORKING_BLOCKS
-from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.budgets import device_budget
+from ds_fuyou.zero.run.auto_activations import AutoActivations
+from ds_fuyou.zero.run.budgets import device_budget
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, Plain, attached
 

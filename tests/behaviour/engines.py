@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.host.memory import resident_bytes
-from ds_fuyou.zero import rank_state
+from ds_fuyou.zero.run import rank_state
 from tests.harness.limits import HANG_SECS
 from tests.harness.models import build_model, make_batch
 from tests.harness.plans import plan_document

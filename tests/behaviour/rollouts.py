@@ -385,7 +385,7 @@ def saved(swap: str) -> dict[str, Any]:
 def scarce(swap: str) -> dict[str, Any]:
     """The 16-bit state dictionary where host memory has no room for it: in a file, or as before if that cannot be."""
     from ds_fuyou.storage.memory_mapped import MappedTensors
-    from ds_fuyou.zero import consolidated
+    from ds_fuyou.zero.saving import consolidated
 
     consolidated.available_host_bytes = lambda: 1_000_000
     stock, engine = engine_of(None, tied=True), engine_of(swap, tied=True, prefetch_bytes=1_500_000)

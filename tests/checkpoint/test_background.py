@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
-from ds_fuyou.zero.checkpoint_engine import CopiedScripts
+from ds_fuyou.zero.saving.checkpoint_engine import CopiedScripts
 from tests.harness.forked import finish, start
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port

@@ -26,11 +26,11 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.storage.types import Extent
-from ds_fuyou.zero.checkpoint_state import CheckpointState, _Saved
+from ds_fuyou.zero.saving.checkpoint_state import CheckpointState, _Saved
 from tests.harness.small_core import small_core, step
 
 if TYPE_CHECKING:
-    from ds_fuyou.zero.rank_state import RankState
+    from ds_fuyou.zero.run.rank_state import RankState
 
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd")], [("e", "e", 77, 5)]],

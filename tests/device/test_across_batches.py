@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.parameters.partition import Presence
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, partition_of
+from ds_fuyou.zero.parameters.param_swapper import PARTITION_TENSORS, partition_of
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
 from tests.harness.runner import ds_config

@@ -41,17 +41,17 @@ TWO_PARAMETERS = {"prefetch_bytes": 4096}
 
 # Calls without which everything is right in these runs, and why.
 NOT_NEEDED = {
-    "stream.wait_event at zero/gather_handles.py:wait": "the coordinator waits on the stream that copied; who waits on "
-    "the one that computes is in test_training.py",
-    "device.synchronize at zero/gathering.py:_await_copies": "what these runs gather they use on the computing stream, "
-    "behind its copies; who uses another one is in test_training.py",
+    "stream.wait_event at zero/parameters/gather_handles.py:wait": "the coordinator waits on the stream that copied; "
+    "who waits on the one that computes is in test_training.py",
+    "device.synchronize at zero/parameters/gathering.py:_await_copies": "what these runs gather they use on the "
+    "computing stream, behind its copies; who uses another one is in test_training.py",
     "event.query at optimizer/intake.py:done": "whatever it says, wait() follows before anything is handed on",
     "stream.synchronize at zero/gradient_flow.py:rest": "every copy of a gradient was waited for before, and with it "
     "all that its stream was given; the norm is read on the computing stream before anything is changed. Sleep, which "
     "unpins after it, is in test_training.py",
 }
 # Measure time, and order nothing; profiles of operators keep no values.
-MEASURING = ("profiling/", "zero/step_clock.py", "host/compute_clock.py")
+MEASURING = ("profiling/", "zero/run/step_clock.py", "host/compute_clock.py")
 
 
 def test_each_is_found(stock_run, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_each_is_found(stock_run, tmp_path: Path) -> None:
     assert not gone, f"no longer there: {gone}"
 
 
-GATHERS = "zero/gather_handles.py:_on_the_device"
+GATHERS = "zero/parameters/gather_handles.py:_on_the_device"
 
 
 @pytest.mark.parametrize("fault", ["", f"event.record at {GATHERS}", f"stream.wait_event at {GATHERS}"])

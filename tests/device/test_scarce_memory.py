@@ -14,8 +14,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.activations import arena
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.zero import run_moves
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.run import run_moves
 from tests.device.accelerator import StandinAccelerator
 from tests.device.test_training import batches, make_engine, train
 from tests.harness.models import build_model, masters_digest

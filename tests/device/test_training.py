@@ -40,8 +40,8 @@ from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.run_moves import RunMoves
-from ds_fuyou.zero.run_plan import RunPlan
+from ds_fuyou.zero.run.run_moves import RunMoves
+from ds_fuyou.zero.run.run_plan import RunPlan
 from tests.device import faults
 from tests.device.accelerator import StandinAccelerator
 from tests.device.parity import fuyou_of
@@ -271,7 +271,7 @@ def test_a_profile_that_cannot_be_taken_back_decides_nothing(
         for one in batches(4):
             train(engine, one)
         engine.destroy()
-        monkeypatch.setattr("ds_fuyou.zero.run_plan.save_profile", lambda profile: None)
+        monkeypatch.setattr("ds_fuyou.zero.run.run_plan.save_profile", lambda profile: None)
     assert told().count("activations, decided after step 2") == 2
 
 
@@ -612,7 +612,7 @@ def test_no_update_begins_before_the_last_gradient_has_come(residency: tuple[flo
         assert core.pipeline.stats().num_updated_elements == layout.numel
 
 
-@pytest.mark.parametrize("fault", ["", "stream.wait_event at zero/gather_handles.py:wait"])
+@pytest.mark.parametrize("fault", ["", "stream.wait_event at zero/parameters/gather_handles.py:wait"])
 def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tmp_path: Path) -> None:
     """DeepSpeed's coordinator waits on the stream that copies; what is unpacked in backward, and the end of a step
     after a forward that raised, wait on the one that computes.

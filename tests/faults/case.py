@@ -40,7 +40,7 @@ from ds_fuyou.errors import FuyouError
 from ds_fuyou.log import get_logger
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.records import ProcessMark
-from ds_fuyou.zero import run_store
+from ds_fuyou.zero.run import run_store
 from tests.durability.test_recovered_checkpoints import unequal
 from tests.durability.test_resume import UNPLACED
 from tests.harness.killed_ranks import MODEL, build

@@ -27,7 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-import ds_fuyou.zero.run_moves as run_moves
+import ds_fuyou.zero.run.run_moves as run_moves
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.storage import swap_space

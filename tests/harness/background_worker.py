@@ -28,7 +28,7 @@ from ds_fuyou.checkpoint.unfinished import WritingLock, find_unfinished
 from ds_fuyou.errors import FuyouError, FuyouMemoryError
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.optimizer import snapshot
-from ds_fuyou.zero.background_save import Save
+from ds_fuyou.zero.saving.background_save import Save
 from tests.harness.group import leave_group
 from tests.harness.models import masters_digest
 from tests.harness.waits import interrupted_in

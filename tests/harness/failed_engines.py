@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.lifetime import open_stores
-from ds_fuyou.zero.training_state import TrainingState
+from ds_fuyou.zero.saving.training_state import TrainingState
 from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 

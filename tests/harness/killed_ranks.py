@@ -58,7 +58,7 @@ from ds_fuyou.storage import store
 from ds_fuyou.storage.directory import RunDirectory
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.store import SlotStore
-from ds_fuyou.zero import taken_design
+from ds_fuyou.zero.run import taken_design
 from tests.harness.group import leave_group
 from tests.harness.meeting import Meeting
 from tests.harness.models import TinyCount, TinyGPT, make_batch

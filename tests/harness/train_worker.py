@@ -128,7 +128,7 @@ def build_engine(case: dict):
     random.seed(0)
     deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else None)
     if "free_bytes" in case:  # as if every rank found its own amount of free host memory
-        from ds_fuyou.zero import run_design
+        from ds_fuyou.zero.run import run_design
 
         run_design.available_host_bytes = lambda: case["free_bytes"][torch.distributed.get_rank()]
         run_design.copied_later_bytes = lambda: 0

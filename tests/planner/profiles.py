@@ -62,7 +62,7 @@ ACTIVATIONS = MeasuredActivations(
     once={"blocks.1": "it changes in place what it was given"},
 )
 
-PLACE = Placement(params=1.0, states=0.0, grads=1.0, two_versions=True)
+PLACE = Placement(params=1.0, states=0.0, grads=1.0)
 """States on storage: 1.2 GB read, 1.2 GB written, 1.8 s of storage; 1 s of updates."""
 
 

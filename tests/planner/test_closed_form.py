@@ -43,7 +43,7 @@ def test_states_pass_storage_between_gradients(layers: int, masters: str) -> Non
     """
     whole = model("13B")
     work = Workload(replace(whole, blocks=whole.blocks[:layers]), 16)
-    place = Placement(params=1.0, two_versions=True)
+    place = Placement(params=1.0)
     ours, on = replace(find_policy("ds_fuyou"), layout=layout_of(masters, 2)), machine()
     simulated = simulate(work, on, ours, place)
     found = closed_form(work, on, ours, place)
@@ -171,10 +171,9 @@ def test_what_is_kept_between_placements_changes_nothing(updates: Updates, accum
     work, on, policy = Workload(model("13B"), 8, 1024, accumulation), machine(3, 96), find_policy("ds_fuyou")
     policy = replace(policy, updates=updates, redo_share=0.2, staying_bytes=1e9)
     places = [Placement(0.3, 0.2, 0.4, frozen=0.5, swapped_bytes=4e9, staging_bytes=1e9, kept_param_bytes=1e9)]
-    others = {"two_versions": True, "fates": (("qkv", 1, 2, 3),)}
     for field in fields(Placement):
         old = getattr(places[0], field.name)
-        changed = others[field.name] if field.name in others else old * 0.5 + 0.1
+        changed = (("qkv", 1, 2, 3),) if field.name == "fates" else old * 0.5 + 0.1
         places += [replace(places[0], **{field.name: changed}), places[0]]
     kept = StepCost(work, on, policy)
     for place in places:

@@ -20,6 +20,7 @@ from ds_fuyou.planner.plan import (
     PlanInput,
     arena_bytes,
     classes_of,
+    has_two_versions,
     minimum_lane_bytes,
     resident_bytes,
     stored_bytes,
@@ -277,7 +278,7 @@ def test_where_updates_cannot_start_in_backward_nothing_is_gained_by_moving() ->
 
 
 def test_activations_of_a_mode_that_is_not_decided_yet_take_an_arena_of_other_classes() -> None:
-    """And no more: an eighth of the budget, which states come to when nothing is swapped (zero/run_moves.py)."""
+    """And no more: an eighth of the budget, which states come to when nothing is swapped (zero/run/run_moves.py)."""
     given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)
     storage_bound = replace(USUAL, **BOUNDS["storage"])
     block = OperatorCost("up/mm", 4e12, 2e9, True)
@@ -354,9 +355,9 @@ def test_second_versions_of_states_take_memory_that_does_nothing_else() -> None:
     assert (residency.parameters, residency.optimizer, residency.gradients) == (1.0, 1.0, 1.0)
     assert residency.optimizer_twice > 0.5
     assert found.plan.host_bytes(given) <= given.dram_budget_bytes
-    once = steps.secs(replace(found.place, states_twice=0.0, two_versions=False))
+    once = steps.secs(replace(found.place, states_twice=0.0))
     assert found.secs < 0.9 * once
-    assert found.place.two_versions, "P16 too"
+    assert has_two_versions(given, residency), "P16 too"
     asked = replace(given, dram_budget_bytes=10 * GIB, shares={"optimizer_twice": 0.5})
     held, _ = decided(slow_disk, asked)
     assert held.plan.residency.optimizer_twice == pytest.approx(min(0.5, held.plan.residency.optimizer))

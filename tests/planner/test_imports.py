@@ -10,7 +10,7 @@ import sys
 from tests.harness.limits import HANG_SECS
 
 LISTED = (
-    "import json, sys, ds_fuyou.zero.stage3, ds_fuyou.zero.inference, ds_fuyou.zero.run_plan; "
+    "import json, sys, ds_fuyou.zero.stage3, ds_fuyou.zero.parameters.inference, ds_fuyou.zero.run.run_plan; "
     "sys.stdout.write('loaded ' + json.dumps([name for name in sys.modules if name.startswith('ds_fuyou.')]))"
 )
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import deepspeed
 import torch
 
-import ds_fuyou.zero.run_moves as run_moves
+import ds_fuyou.zero.run.run_moves as run_moves
 from ds_fuyou.planner.plan import stored_bytes
 from ds_fuyou.planner.profile import RunProfile, StorageRates, save_profile
 from ds_fuyou.planner.watch import Cause

@@ -13,8 +13,8 @@ import sys
 import deepspeed
 import torch
 
-import ds_fuyou.zero.run_moves as run_moves
-import ds_fuyou.zero.run_plan as run_plan
+import ds_fuyou.zero.run.run_moves as run_moves
+import ds_fuyou.zero.run.run_plan as run_plan
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 

@@ -9,7 +9,7 @@ import deepspeed
 import pytest
 import torch
 
-from ds_fuyou.zero import rank_state
+from ds_fuyou.zero.run import rank_state
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.runner import ds_config
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_fuyou.planner.profile import RunProfile, StorageRates
-from ds_fuyou.zero.run_plan import RunPlan
+from ds_fuyou.zero.run.run_plan import RunPlan
 from tests.harness.forked import finish, start
 from tests.harness.models import TinyGPT
 from tests.harness.moving import train

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
-from ds_fuyou.zero.run_facts import model_settings
+from ds_fuyou.zero.run.run_facts import model_settings
 
 
 def model() -> nn.Sequential:

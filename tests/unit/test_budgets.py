@@ -14,11 +14,11 @@ import pytest
 
 from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.storage.probe import PathFacts
-from ds_fuyou.zero import budgets, run_design, run_store
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
+from ds_fuyou.zero.run import budgets, run_design, run_store
+from ds_fuyou.zero.run.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 

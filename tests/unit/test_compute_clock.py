@@ -22,7 +22,7 @@ from ds_fuyou.telemetry.lane_times import read_trace, sum_lanes
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 from ds_fuyou.zero.compute_spans import computed
-from ds_fuyou.zero.step_clock import StepClock, StepTimes
+from ds_fuyou.zero.run.step_clock import StepClock, StepTimes
 from tests.harness.timed_device import TimedDevice
 
 

@@ -12,8 +12,8 @@ import torch
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.profiling.lane_rates import probe_link
-from ds_fuyou.zero.budgets import device_budget
 from ds_fuyou.zero.device import AcceleratorDevice
+from ds_fuyou.zero.run.budgets import device_budget
 from tests.harness.timed_device import TimedDevice
 
 

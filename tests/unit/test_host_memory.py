@@ -13,8 +13,8 @@ import pytest
 
 from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host import memory
+from ds_fuyou.host.available_memory import available_host_bytes, copied_later_bytes, total_host_bytes
 from ds_fuyou.host.memory import PAGE_BYTES, HostPool, aligned_tensor, bring_in_pages, resident_bytes
-from ds_fuyou.planner.host_memory import available_host_bytes, copied_later_bytes, total_host_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -86,7 +86,7 @@ def test_a_group_that_is_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
 
 FORKED = """
 import gc, os, sys
-from ds_fuyou.planner.host_memory import copied_later_bytes
+from ds_fuyou.host.available_memory import copied_later_bytes
 heap, alone = [[number] for number in range(500_000)], copied_later_bytes()
 values = bytearray(b"x" * int(sys.argv[1]))
 if child := os.fork():

@@ -189,7 +189,9 @@ def test_swapper_is_ours_only_with_the_block(monkeypatch: pytest.MonkeyPatch) ->
     from deepspeed.runtime.zero import partition_parameters
 
     active = parse({})
-    stand_in(monkeypatch, "ds_fuyou.zero.param_swapper", FuyouParameterSwapper=lambda *given: ("ours", *given))
+    stand_in(
+        monkeypatch, "ds_fuyou.zero.parameters.param_swapper", FuyouParameterSwapper=lambda *given: ("ours", *given)
+    )
     swapper = partition_parameters.AsyncPartitionedParameterSwapper
     assert swapper(active, torch.bfloat16) == ("ours", active, torch.bfloat16)
     with pytest.raises(AttributeError):  # stock's own constructor, which wants an nvme section

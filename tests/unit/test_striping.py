@@ -12,8 +12,8 @@ import pytest
 from ds_fuyou.ds_json import load_activation
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.zero import striping
-from ds_fuyou.zero.striping import measured_weights, path_weights
+from ds_fuyou.zero.run import striping
+from ds_fuyou.zero.run.striping import measured_weights, path_weights
 
 
 @pytest.fixture(autouse=True)

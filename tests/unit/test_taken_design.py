@@ -9,7 +9,7 @@ from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.optimizer.placement import grad_region, param_region, state_region
 from ds_fuyou.storage.types import RegionSpec
-from ds_fuyou.zero.taken_design import _residency_in
+from ds_fuyou.zero.run.taken_design import _residency_in
 
 LAYOUT = build_layout(
     [[("a", "a", 3 * CUT_ELEMENTS, 0)]], LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from ds_fuyou.checkpoint.training_record import SMALL_BUFFERS, TrainingRecord, from_bytes, raw, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.zero.training_state import TrainingState
+from ds_fuyou.zero.saving.training_state import TrainingState
 from tests.harness.models import TinyCount
 
 

@@ -26,16 +26,16 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, normal_tensors, round_up_to_page
 from ds_fuyou.optimizer.layout import own_numel
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
-from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.parked import HEAD_BYTES, ParkedValues
 from ds_fuyou.zero.agreement import least
-from ds_fuyou.zero.budgets import local_ranks
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.striping import parked_space
+from ds_fuyou.zero.run.budgets import local_ranks
+from ds_fuyou.zero.run.striping import parked_space
 
 __all__ = [
     "PARTITION_TENSORS",
@@ -209,7 +209,7 @@ class FuyouParameterSwapper:
         self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
         self.as_taken: dict[int, int | None] = {}
         """By ds_id: of what a checkpoint may leave out, a number for the values that the first engine found. None once
-        they are, or may be, others. See zero/frozen_base.py."""
+        they are, or may be, others. See zero/saving/frozen_base.py."""
         self.as_built: dict[int, tuple[int | None, tuple[int, int]]] = {}
         """By ds_id: of what an engine found frozen its number, and what ``sums_of`` there said then."""
         self._dram_left: int | None = None

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
+from ds_fuyou.host.available_memory import AUTO_TENTHS, available_host_bytes, copied_later_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -28,7 +29,6 @@ from ds_fuyou.optimizer.rules import OptimizerKind
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.decide import Decision
-from ds_fuyou.planner.host_memory import AUTO_TENTHS, available_host_bytes, copied_later_bytes
 from ds_fuyou.planner.plan import MIB, Plan, PlanInput, under_block
 from ds_fuyou.planner.profile import RunProfile, fingerprint_of
 from ds_fuyou.planner.profiled import placed_under
@@ -39,9 +39,9 @@ from ds_fuyou.storage.probe import probe_path, shares_blocks
 from ds_fuyou.storage.store import JsonValue, RegionSpec
 from ds_fuyou.zero.agreement import least, of_every_rank
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, planned_host_bytes
-from ds_fuyou.zero.inference import reads_of_inference
-from ds_fuyou.zero.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
+from ds_fuyou.zero.parameters.inference import reads_of_inference
+from ds_fuyou.zero.parameters.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
+from ds_fuyou.zero.run.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, planned_host_bytes
 
 __all__ = ["RunDesign", "TrainedModel", "design_of", "laid_out"]
 

@@ -13,10 +13,10 @@ import torch
 
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.threads import openmp_cores, usable_cores
 from ds_fuyou.log import log_once
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.zero.device import rank_device
 
 __all__ = [

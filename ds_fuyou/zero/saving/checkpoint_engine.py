@@ -35,16 +35,16 @@ from ds_fuyou.checkpoint.training_record import from_bytes, to_bytes
 from ds_fuyou.checkpoint.unfinished import WritingLock, discard_left
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import log_once
-from ds_fuyou.zero import frozen_base
 from ds_fuyou.zero.agreement import of_every_rank, of_rank_0
-from ds_fuyou.zero.background_save import Save, as_storage_error
-from ds_fuyou.zero.checkpoint_state import CheckpointState
-from ds_fuyou.zero.param_swapper import (
+from ds_fuyou.zero.parameters.param_swapper import (
     FuyouParameterSwapper,
     is_what_scripts_write_to,
     partition_bytes,
     partition_of,
 )
+from ds_fuyou.zero.saving import frozen_base
+from ds_fuyou.zero.saving.background_save import Save, as_storage_error
+from ds_fuyou.zero.saving.checkpoint_state import CheckpointState
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = [

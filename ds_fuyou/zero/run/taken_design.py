@@ -27,7 +27,7 @@ from ds_fuyou.planner.plan import CHUNK_BYTES, MIB, TWICE, resident_bytes
 from ds_fuyou.planner.profiled import expert_values, placed
 from ds_fuyou.state_layout import BF16, FP32, SPLIT, WHOLE, StateLayout
 from ds_fuyou.storage.types import RegionSpec
-from ds_fuyou.zero.run_design import RunDesign, laid_out
+from ds_fuyou.zero.run.run_design import RunDesign, laid_out
 
 __all__ = ["design_in", "tell_taken"]
 

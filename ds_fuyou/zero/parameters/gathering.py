@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import (
+from ds_fuyou.zero.parameters.param_swapper import (
     in_order,
     partition_bytes,
     partition_of,

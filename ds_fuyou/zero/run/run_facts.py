@@ -30,9 +30,9 @@ from ds_fuyou.planner.profile import (
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.version import __version__
 from ds_fuyou.zero.agreement import of_rank_0
-from ds_fuyou.zero.budgets import cores_of_rank, local_ranks
-from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.run_design import TrainedModel
+from ds_fuyou.zero.run.budgets import cores_of_rank, local_ranks
+from ds_fuyou.zero.run.rank_state import RankState
+from ds_fuyou.zero.run.run_design import TrainedModel
 
 __all__ = [
     "ActivationWork",
@@ -161,7 +161,6 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         params,
         states,
         grads,
-        two_versions=core.place.num_versions == 2,
         states_twice=core.layout.share_of(twice),
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),

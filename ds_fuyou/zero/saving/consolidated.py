@@ -15,11 +15,11 @@ from deepspeed import comm as dist
 from torch.overrides import TorchFunctionMode
 
 from ds_fuyou.ds_json import Activation, activation_of
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.log import get_logger
-from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.storage.memory_mapped import MappedTensors
-from ds_fuyou.zero.gathering import in_use_order
-from ds_fuyou.zero.param_swapper import in_order, only_reading
+from ds_fuyou.zero.parameters.gathering import in_use_order
+from ds_fuyou.zero.parameters.param_swapper import in_order, only_reading
 
 __all__ = ["consolidated"]
 

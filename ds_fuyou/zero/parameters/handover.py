@@ -17,9 +17,15 @@ from torch.nn import Parameter
 
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import Placed, placement_table
-from ds_fuyou.zero.gathering import release_gathered
-from ds_fuyou.zero.inference import end_reads
-from ds_fuyou.zero.param_swapper import FuyouParameterSwapper, held_bytes, partition_of, stores_of, swaps_here
+from ds_fuyou.zero.parameters.gathering import release_gathered
+from ds_fuyou.zero.parameters.inference import end_reads
+from ds_fuyou.zero.parameters.param_swapper import (
+    FuyouParameterSwapper,
+    held_bytes,
+    partition_of,
+    stores_of,
+    swaps_here,
+)
 
 __all__ = ["bring_home", "owners", "report_inference", "take_over"]
 

@@ -36,9 +36,9 @@ from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, OperatorCost, scaled_blocks
 from ds_fuyou.zero.agreement import decided_by_rank_0, least, of_rank_0
-from ds_fuyou.zero.budgets import unmeasured_room
-from ds_fuyou.zero.device_peaks import DevicePeaks
 from ds_fuyou.zero.monitoring import tokens_in
+from ds_fuyou.zero.run.budgets import unmeasured_room
+from ds_fuyou.zero.run.device_peaks import DevicePeaks
 
 __all__ = ["AutoActivations"]
 

@@ -4,7 +4,7 @@ that ``fuyou recover`` makes them without the script.
 
 Stock's own saving puts it together, into a writer that keeps what it is given: so it has whatever this DeepSpeed's
 files have. Of parameters it has names and shapes, of buffers the values at this time; what changes from step to step
-comes from the commit record (zero/training_state.py).
+comes from the commit record (zero/saving/training_state.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deepspeed.utils import logger as stock_logger
 
 from ds_fuyou.checkpoint.training_record import text, to_bytes
 from ds_fuyou.storage.types import JsonValue
-from ds_fuyou.zero.frozen_base import as_built
+from ds_fuyou.zero.saving.frozen_base import as_built
 
 __all__ = ["outline_of"]
 

@@ -48,16 +48,16 @@ from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import StepReport, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.agreement import least
-from ds_fuyou.zero.budgets import planned_host_bytes
 from ds_fuyou.zero.compute_spans import computed
-from ds_fuyou.zero.frozen_places import FrozenPlaces
-from ds_fuyou.zero.inference import InferenceReads, reads_of_inference
-from ds_fuyou.zero.param_swapper import PARTITION_TENSORS, held_bytes
-from ds_fuyou.zero.resuming import tell_start
-from ds_fuyou.zero.run_design import TrainedModel, design_of
-from ds_fuyou.zero.run_store import count_engine, forget_engine, open_store, tell_durability
-from ds_fuyou.zero.skipped_steps import SkippedSteps
-from ds_fuyou.zero.striping import parked_space, shares_of_machine
+from ds_fuyou.zero.parameters.frozen_places import FrozenPlaces
+from ds_fuyou.zero.parameters.inference import InferenceReads, reads_of_inference
+from ds_fuyou.zero.parameters.param_swapper import PARTITION_TENSORS, held_bytes
+from ds_fuyou.zero.run.budgets import planned_host_bytes
+from ds_fuyou.zero.run.resuming import tell_start
+from ds_fuyou.zero.run.run_design import TrainedModel, design_of
+from ds_fuyou.zero.run.run_store import count_engine, forget_engine, open_store, tell_durability
+from ds_fuyou.zero.run.skipped_steps import SkippedSteps
+from ds_fuyou.zero.run.striping import parked_space, shares_of_machine
 
 __all__ = ["RankState"]
 

@@ -33,7 +33,7 @@ from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.agreement import LoadMeetings
-from ds_fuyou.zero.checkpoint_engine import end_last_save
+from ds_fuyou.zero.saving.checkpoint_engine import end_last_save
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
 __all__ = ["loading"]

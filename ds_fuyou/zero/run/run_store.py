@@ -26,10 +26,10 @@ from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, most_s
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
-from ds_fuyou.zero.resuming import Fitting, find_resumable
-from ds_fuyou.zero.run_design import RunDesign, TrainedModel
-from ds_fuyou.zero.striping import path_weights
-from ds_fuyou.zero.taken_design import design_in, tell_taken
+from ds_fuyou.zero.run.resuming import Fitting, find_resumable
+from ds_fuyou.zero.run.run_design import RunDesign, TrainedModel
+from ds_fuyou.zero.run.striping import path_weights
+from ds_fuyou.zero.run.taken_design import design_in, tell_taken
 
 __all__ = ["OpenedStore", "count_engine", "forget_engine", "open_store", "tell_durability"]
 

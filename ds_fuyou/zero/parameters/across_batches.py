@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
 from ds_fuyou.host.device import Device
-from ds_fuyou.zero.param_swapper import swaps_here
+from ds_fuyou.zero.parameters.param_swapper import swaps_here
 from ds_fuyou.zero.stock import iter_module_params, of_coordinator, set_of_coordinator, staying_numel
 
 __all__ = ["AcrossBatches"]

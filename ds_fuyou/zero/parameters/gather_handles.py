@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch.nn import Parameter
 
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.param_swapper import swaps_here
+from ds_fuyou.zero.parameters.param_swapper import swaps_here
 
 __all__ = ["copied_ahead", "event_ordered"]
 

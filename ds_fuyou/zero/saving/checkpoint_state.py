@@ -32,8 +32,8 @@ from ds_fuyou.optimizer.state_access import ROUNDED, NewState
 from ds_fuyou.state_layout import FP32
 from ds_fuyou.storage.store import Extent
 from ds_fuyou.zero.agreement import LoadMeetings, of_every_rank
-from ds_fuyou.zero.background_save import Save
-from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run.rank_state import RankState
+from ds_fuyou.zero.saving.background_save import Save
 
 __all__ = ["CheckpointState", "UniversalReader", "read_universal_state"]
 

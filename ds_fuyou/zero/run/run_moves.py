@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.document import CLASSES
-from ds_fuyou.planner.host_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.planner.plan import bytes_each, has_two_versions, narrow_arena_bytes
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import decided_by_rank_0, least
-from ds_fuyou.zero.rank_state import RankState
+from ds_fuyou.zero.run.rank_state import RankState
 
 __all__ = ["RunMoves"]
 

@@ -22,10 +22,10 @@ from ds_fuyou.optimizer.residency import spread_evenly
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.parked import ParkedValues
-from ds_fuyou.zero.frozen_base import still_as_taken
-from ds_fuyou.zero.param_swapper import is_in_host_memory, partition_bytes, partition_of, pin_partition
-from ds_fuyou.zero.run_design import TrainedModel
-from ds_fuyou.zero.striping import parked_space
+from ds_fuyou.zero.parameters.param_swapper import is_in_host_memory, partition_bytes, partition_of, pin_partition
+from ds_fuyou.zero.run.run_design import TrainedModel
+from ds_fuyou.zero.run.striping import parked_space
+from ds_fuyou.zero.saving.frozen_base import still_as_taken
 
 __all__ = ["FrozenPlaces"]
 

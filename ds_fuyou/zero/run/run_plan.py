@@ -27,13 +27,13 @@ from deepspeed import comm as dist
 
 from ds_fuyou.activations.auto import Choice, SavedStep
 from ds_fuyou.errors import FuyouError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.cost import Placement
 from ds_fuyou.planner.decide import StepTime
 from ds_fuyou.planner.document import PlanDocument
 from ds_fuyou.planner.explain import class_lines, class_rows, run_document
 from ds_fuyou.planner.hardware import ThreadSecs
-from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
@@ -50,21 +50,21 @@ from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.units import shown_bytes
-from ds_fuyou.zero.across_batches import AcrossBatches
 from ds_fuyou.zero.activations import model_blocks
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
-from ds_fuyou.zero.auto_activations import AutoActivations
-from ds_fuyou.zero.budgets import device_budget
-from ds_fuyou.zero.rank_state import RankState
-from ds_fuyou.zero.run_facts import (
+from ds_fuyou.zero.parameters.across_batches import AcrossBatches
+from ds_fuyou.zero.run.auto_activations import AutoActivations
+from ds_fuyou.zero.run.budgets import device_budget
+from ds_fuyou.zero.run.rank_state import RankState
+from ds_fuyou.zero.run.run_facts import (
     ActivationWork,
     KnownRun,
     placement_of_run,
     recomputed_flops,
     updates_of_run,
 )
-from ds_fuyou.zero.run_moves import RunMoves
-from ds_fuyou.zero.step_clock import StepClock, StepTimes
+from ds_fuyou.zero.run.run_moves import RunMoves
+from ds_fuyou.zero.run.step_clock import StepClock, StepTimes
 
 __all__ = ["RunPlan"]
 

@@ -21,13 +21,13 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks
 from ds_fuyou.host.run_ahead import run_ahead
 from ds_fuyou.log import log_once
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.store import ParameterStore
-from ds_fuyou.planner.host_memory import available_host_bytes
 from ds_fuyou.planner.plan import most_prefetch_bytes, whole_bytes
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.lifetime import register_closer
@@ -35,10 +35,15 @@ from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.blocks import block_of
-from ds_fuyou.zero.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.gathering import for_training, in_use_order, release_gathered, unwatch_gathers, watch_gathers
-from ds_fuyou.zero.param_swapper import (
+from ds_fuyou.zero.parameters.gathering import (
+    for_training,
+    in_use_order,
+    release_gathered,
+    unwatch_gathers,
+    watch_gathers,
+)
+from ds_fuyou.zero.parameters.param_swapper import (
     PARTITION_TENSORS,
     held_bytes,
     partition_bytes,
@@ -46,6 +51,7 @@ from ds_fuyou.zero.param_swapper import (
     pin_partition,
     stores_of,
 )
+from ds_fuyou.zero.run.budgets import local_ranks, planned_host_bytes
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]

@@ -41,7 +41,7 @@ from ds_fuyou.checkpoint.training_record import SUMS_AS_BUILT
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.agreement import of_every_rank
-from ds_fuyou.zero.param_swapper import (
+from ds_fuyou.zero.parameters.param_swapper import (
     FuyouParameterSwapper,
     is_what_scripts_write_to,
     partition_bytes,
