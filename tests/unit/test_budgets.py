@@ -18,7 +18,14 @@ from ds_fuyou.host.available_memory import available_host_bytes, total_host_byte
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.storage.probe import PathFacts
 from ds_fuyou.zero.run import budgets, run_design, run_store
-from ds_fuyou.zero.run.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, share_of_cores
+from ds_fuyou.zero.run.budgets import (
+    check_budgets,
+    cores_of_rank,
+    count_local_ranks,
+    free_of_rank,
+    local_ranks,
+    share_of_cores,
+)
 
 LAUNCHERS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
@@ -45,6 +52,25 @@ def test_the_launcher_says_how_many_share_the_machine(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert local_ranks() == ranks
+
+
+@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", "SLURM_NTASKS_PER_NODE": "1"}, {}])
+def test_ranks_that_no_launcher_counts_are_counted(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's actors are all told that they are the first; a script under Slurm may start ranks by itself."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(budgets, "_counted", 1)
+    hosts: list[object] = []
+
+    def of_every_rank(here: tuple[str, str]) -> list[object]:
+        hosts[:] = [here, (here[0], "another machine of that name"), here, ("another", here[1])]
+        return hosts
+
+    monkeypatch.setattr(budgets, "of_every_rank", of_every_rank)
+    count_local_ranks()
+    assert local_ranks() == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert local_ranks() == 3, "and one that knows more is believed"
 
 
 def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> None:

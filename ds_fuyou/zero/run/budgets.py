@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,11 +18,13 @@ from ds_fuyou.host.available_memory import available_host_bytes, total_host_byte
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.threads import openmp_cores, usable_cores
 from ds_fuyou.log import log_once
+from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.device import rank_device
 
 __all__ = [
     "check_budgets",
     "cores_of_rank",
+    "count_local_ranks",
     "device_budget",
     "free_of_rank",
     "local_ranks",
@@ -34,6 +37,7 @@ __all__ = [
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Host memory that the engines of this process have planned, by whoever holds it."""
 
+_counted = 1
 _OF_DEVICE = 0.9
 _LOCAL_SIZES = (
     "LOCAL_WORLD_SIZE",  # torchrun and accelerate
@@ -46,8 +50,29 @@ _LOCAL_SIZES = (
 
 def local_ranks() -> int:
     """Ranks of this machine, which share its memory and cores, as the launcher says; where it does not, as many as this
-    rank knows of by its own number.
+    rank knows of by its own number. At least as many as :func:`count_local_ranks` found.
     """
+    return max(_counted, _told_ranks())
+
+
+def count_local_ranks() -> None:
+    """Launchers may be silent, or know their own processes alone: Ray's actors are each told that they are the first, a
+    script under Slurm may start ranks by itself. So they are counted where all meet. A collective.
+    """
+    global _counted
+    here = (os.uname().nodename, _boot())
+    _counted = of_every_rank(here).count(here)
+
+
+def _boot() -> str:
+    """Of this machine: names alone may be those of many (``localhost``)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _told_ranks() -> int:
     for name in _LOCAL_SIZES:
         found = re.match(r"[1-9]\d*", os.environ.get(name, ""))
         if found is not None:

@@ -30,7 +30,7 @@ from ds_fuyou.planner.profile import (
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.version import __version__
 from ds_fuyou.zero.agreement import of_rank_0
-from ds_fuyou.zero.run.budgets import cores_of_rank, local_ranks
+from ds_fuyou.zero.run.budgets import cores_of_rank, count_local_ranks, local_ranks
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.run.run_design import TrainedModel
 
@@ -99,6 +99,7 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     and partitions, the optimizer, what is done to activations, how much stays gathered, how its modules are set (heads,
     attention implementation, checkpointing), and the versions of what runs it.
     """
+    count_local_ranks()
     config, device = trained.activation.config, trained.device
     name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
     disks = [_disk(path) for path in trained.paths]
