@@ -25,7 +25,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, current_activation
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.host.compute_clock import Phase
 from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.run_ahead import run_ahead
@@ -123,6 +123,11 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _build(self, activation: Activation) -> None:
         require_type(self.dtype)
+        if getattr(self, "torch_autocast_gradscaler", None) is not None:  # of an engine before: it is global
+            raise FuyouConfigError(
+                "another engine of this process has torch_autocast with float16, and DeepSpeed scales the losses of "
+                "all engines by it; ours does not work with that scaler. Use bfloat16 there"
+            )
         release_gathered(self.module)  # DeepSpeed gathers some on the way here, if a forward before was interrupted
         if activation.config.activations.block_classes:
             model_blocks(self.module, activation.config)  # a name that is none is told before anything is built
@@ -242,6 +247,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Around ``engine.step()``: what it applies is committed when it has ended, with the engine's state of
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
+        if self.rank_state.activation.config.resume == "auto":
+            self.training_state.step_begins(engine)
         core.commits.holds_orders, self._is_ending = True, False
         try:
             yield

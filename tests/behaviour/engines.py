@@ -18,6 +18,7 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 
+from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.memory import resident_bytes
 from ds_fuyou.zero.run import rank_state
 from tests.harness.limits import HANG_SECS
@@ -313,6 +314,20 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
     }
 
 
+def beside_autocast(swap: str) -> dict[str, Any]:
+    """DeepSpeed scales the losses of all engines once one has had torch_autocast with float16."""
+    torch.manual_seed(0)
+    module = build_model({})
+    config = ds_config() | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    config.pop("bf16", None)
+    deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+    try:
+        make_engine(swap, "states", 1)
+    except FuyouConfigError as error:
+        return {"said": str(error)}
+    return {"said": None}
+
+
 def say(what: dict[str, Any]) -> None:
     sys.stdout.write(f"FOUND {json.dumps(what)}\n")
 
@@ -322,6 +337,7 @@ SCENARIOS: dict[str, Any] = {
     "reference": reference,
     "forked": forked,
     "agree": agree,
+    "beside-autocast": beside_autocast,
     "freed-all": lambda swap: freed(swap, "all"),
     "freed-none": lambda swap: freed(swap, "none"),
 }

@@ -57,6 +57,11 @@ def test_ranks_that_saw_different_forwards_do_what_rank_0_read_in_the_plan(tmp_p
     assert run("agree", tmp_path / "swap", num_ranks=2) == [wanted, wanted]
 
 
+def test_losses_that_another_engine_has_scaled_are_refused(tmp_path: Path) -> None:
+    (found,) = run("beside-autocast", tmp_path / "swap")
+    assert "torch_autocast with float16" in (found["said"] or "")
+
+
 @pytest.mark.parametrize("tiers", ["all", "none"])
 def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path: Path) -> None:
     (found,) = run(f"freed-{tiers}", tmp_path / "swap")

@@ -389,3 +389,22 @@ def test_schedules_of_the_data_pipeline_are_recorded_as_checkpoints_hold_them(tm
     plain = Run()
     with pytest.raises(FuyouStateError, match=r"it recorded \['data_sampler', 'random_ltd'\] of the data pipeline"):
         plain.state.put_back(plain.engine, taken)
+
+
+@pytest.mark.parametrize(("engines_own", "told"), [(False, 1), (True, 0)])
+def test_a_scheduler_that_the_script_steps_itself_is_told_of(
+    engines_own: bool, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is in no record: who resumes would begin with the rates of the step before."""
+    run = Run(scheduler=engines_own)
+    own = run.engine.lr_scheduler or StepLR(run.stock.optimizer, 1, 0.5)
+    run.stock.optimizer.step()  # torch's schedulers ask for one
+    with heard(caplog):
+        run.state.step_begins(run.engine)
+        run.state.step_begins(run.engine)
+        assert not caplog.records, "nothing changed"
+        own.step()
+        run.state.step_begins(run.engine)
+        own.step()
+        run.state.step_begins(run.engine)
+    assert [("scheduler" in record.getMessage()) for record in caplog.records] == [True] * told

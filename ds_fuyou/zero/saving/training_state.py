@@ -138,12 +138,28 @@ class TrainingState:
         self._hook: Any = None
         self._told_large = False
         self._frozen = ""
+        self._rates: list[float] | None = None  # of the last step
 
     def attach(self, engine: Any, frozen: str) -> None:
         """What scripts find on an engine, resumed or not. ``frozen``: of the base they have built (``digest_of``)."""
         self._frozen = frozen
         setattr(engine, _CLIENT_STATE, None)
         setattr(engine, _RESTORE, self.put_back_generators)
+
+    def step_begins(self, engine: Any) -> None:
+        """Rates that are not those of the last record were set between the steps, by a scheduler that the script steps
+        itself as a rule: none of the engine's, so that a run that goes on from that record does not know of it.
+        """
+        rates = [float(group["lr"]) for group in self._optimizer.optimizer.param_groups]
+        if self._rates not in (None, rates) and getattr(engine, "lr_scheduler", None) is None:
+            log_once(
+                logging.WARNING,
+                "learning rates change between steps, and the engine has no scheduler: a run that goes on from this "
+                'one\'s files ("resume": "auto") begins with the rates of the last step. Give deepspeed.initialize the '
+                "scheduler, or hand its state over as engine.fuyou_client_state before engine.step(), and in a run "
+                "that resumes load it and step it once, as it was behind that step",
+            )
+        self._rates = rates
 
     # ---- taking -------------------------------------------------------------------------------------------
 
