@@ -26,6 +26,7 @@ __all__ = [
     "absorb_offload_sections",
     "activation_of",
     "current_activation",
+    "is_on",
     "load_activation",
     "lookup",
     "refused_combinations",
@@ -277,12 +278,18 @@ _ZENFLOW = "it replaces the same optimizer"
 _RATIO = "no part is updated on the GPU"
 _NOT_BF16 = "parameters would not be bfloat16, as their masters would"
 _NOT_ADAM = "DeepSpeedCPUAdam alone has such masters"
+_ON = ("1", "true", "t", "yes", "y", "on")  # as strings, in any case: what pydantic takes for true
 _FP16_AUTOCAST = "torch's gradient scaler would step the optimizer itself; use bfloat16"
+
+
+def is_on(value: object) -> bool:
+    """Whether DeepSpeed's configuration takes it for true: also 1 and ``"true"``."""
+    return value.lower() in _ON if isinstance(value, str) else isinstance(value, int | float) and value == 1
 
 
 def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, reason in _SWITCHES:
-        if lookup(ds_config, key) is True:
+        if is_on(lookup(ds_config, key)):
             yield key, reason
     for key, most, reason in _LIMITS:
         if _number(lookup(ds_config, key), most) > most:
@@ -294,7 +301,7 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
     yield from _master_clashes(ds_config)
     dtype = lookup(ds_config, "torch_autocast.dtype")
-    if lookup(ds_config, "torch_autocast.enabled") is True and dtype in ("fp16", "float16", "half", "torch.float16"):
+    if is_on(lookup(ds_config, "torch_autocast.enabled")) and dtype in ("fp16", "float16", "half", "torch.float16"):
         yield f"torch_autocast.dtype = {shown(dtype)}", _FP16_AUTOCAST
     kind = lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
@@ -304,7 +311,7 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name, section = _bf16_section(ds_config)
-    if section.get(_BF16_MASTERS) is not True:
+    if not is_on(section.get(_BF16_MASTERS)):
         return
     if section.get("enabled", False) not in (True, "auto"):
         yield f"{name}.{_BF16_MASTERS} = true without {name}.enabled", _NOT_BF16
@@ -316,10 +323,10 @@ def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def stock_states(ds_config: Mapping[str, Any]) -> tuple[str, str]:
     """How stock's CPU tier would keep masters and moments under a configuration."""
     _, section = _bf16_section(ds_config)
-    if section.get(_BF16_MASTERS) is not True:
+    if not is_on(section.get(_BF16_MASTERS)):
         return FP32, FP32
     wants_fp32 = lookup(ds_config, "optimizer.params.fp32_optimizer_states") is not False
-    return BF16, FP32 if wants_fp32 and section.get("bf16_optimizer_states") is not True else BF16
+    return BF16, FP32 if wants_fp32 and not is_on(section.get("bf16_optimizer_states")) else BF16
 
 
 def _bf16_section(ds_config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -336,6 +343,11 @@ def lookup(data: object, dotted: str) -> object:
 
 
 def _number(value: object, default: float) -> float:
+    if isinstance(value, str):  # pydantic takes those that say a number
+        try:
+            return float(value)
+        except ValueError:
+            return default
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else default
 
 

@@ -37,7 +37,7 @@ def count_tokens(rank_state: RankState, module: torch.nn.Module) -> RemovableHan
             known.has_begun = True
             known.num_tokens += tokens_in((args, kwargs))
 
-    return module.register_forward_pre_hook(before, with_kwargs=True)
+    return module.register_forward_pre_hook(torch.compiler.disable(before), with_kwargs=True)
 
 
 def tokens_in(inputs: Any) -> int:

@@ -10,6 +10,7 @@ from ds_fuyou.ds_json import (
     activation_of,
     activation_scope,
     current_activation,
+    is_on,
     load_activation,
     stock_states,
 )
@@ -215,3 +216,28 @@ def test_activation_of_a_dictionary_or_a_parsed_configuration() -> None:
     parsed = type("Parsed", (), {"fuyou": activation})()
     assert activation_of(parsed) is activation
     assert activation_of(object()) is None
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"zero_quantized_weights": 1},
+        {"zero_quantized_weights": "true"},
+        {"zero_quantized_weights": "On"},
+        {"zero_hpz_partition_size": "2"},
+    ],
+    ids=str,
+)
+def test_what_deepspeed_takes_for_true_or_a_number_is_refused_as_such(section: dict[str, Any]) -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    (key,) = section
+    parsed = getattr(DeepSpeedZeroConfig(stage=3, **section), key)
+    assert parsed in (True, 2), "DeepSpeed would do it"
+    with pytest.raises(FuyouConfigError, match=key):
+        load_activation({"zero_optimization": {"stage": 3, **section}, "fuyou": {"nvme_path": "/nvme"}})
+
+
+@pytest.mark.parametrize("value", [0, "0", "false", "off", False, None, "auto"])
+def test_what_deepspeed_does_not_take_for_true_passes(value: object) -> None:
+    assert not is_on(value)
