@@ -28,7 +28,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
-from ds_fuyou.storage.growing import ManifestUnknownError, Vacant, grown, shrunk
+from ds_fuyou.storage.growing import DataUnknownError, ManifestUnknownError, Vacant, grown, shrunk
 from ds_fuyou.storage.layout import Piece, RegionLayout, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import (
@@ -314,7 +314,8 @@ class SlotStore:
         ``budget_bytes``: the most for all regions.
 
         Raises:
-            FuyouStorageError: no room, or it could not be made durable; nothing changed.
+            FuyouStorageError: no room, or it could not be made durable; nothing changed. Where that was a data file,
+                nothing more can be committed.
             ValueError: there is a region of this name.
         """
         with self._lock:
@@ -349,7 +350,7 @@ class SlotStore:
         """Once it is not known what a crash would find."""
         try:
             yield
-        except ManifestUnknownError as error:
+        except (DataUnknownError, ManifestUnknownError) as error:
             self._failure = str(error)
             raise
 
