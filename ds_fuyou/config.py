@@ -61,6 +61,7 @@ _BYTE_UNITS = {"": 1} | {
 _BYTE_UNITS["b"] = 1
 _MOST_DIGITS = 40  # of a size in text: what follows could only make it larger than anything
 _MOST_SHOWN = 200
+_MOST_CHUNK_BYTES = 2**33  # of fp32; elements of a chunk have numbers of 32 bits on storage (``Joint``), with a margin
 _MOST_BYTES = 2**62  # nothing is larger, and sums of a few still fit what the kernel takes
 
 
@@ -106,6 +107,13 @@ def _parse_block(value: object) -> int:
     return num_bytes
 
 
+def _parse_chunk(value: object) -> int:
+    num_bytes = parse_bytes(value)
+    if num_bytes > _MOST_CHUNK_BYTES:
+        raise ValueError("must be 8 GiB at most; a few MiB are enough, and leaving it out has them planned")
+    return num_bytes
+
+
 def _printable(value: str) -> str:
     if not value.isprintable():
         raise ValueError("must be made of printable characters")
@@ -146,6 +154,7 @@ Tier = Literal["auto", "cpu", "nvme"]
 ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
 LargeBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_large_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+ChunkBytes = Annotated[int, BeforeValidator(_parse_chunk)]
 BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
 FileName = Annotated[str, AfterValidator(_printable)]
 Paths = Annotated[tuple[str, ...], BeforeValidator(_as_paths)]
@@ -267,7 +276,7 @@ class ResidentShares(_Settings):
 class PlanOverrides(_Settings):
     """Single values of the plan, set by hand; each one not given is planned."""
 
-    chunk_bytes: ByteCount | None = Field(None, description="Largest P32 of one chunk, in bytes.")
+    chunk_bytes: ChunkBytes | None = Field(None, description="Largest P32 of one chunk, in bytes, 8 GiB at most.")
     staging_bytes: ByteCount | None = Field(None, description="Host memory for chunks in flight, in bytes.")
     prefetch_bytes: ByteCount | None = Field(
         None, description="P16 read ahead of its use or kept for the next, in bytes."

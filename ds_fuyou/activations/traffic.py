@@ -38,7 +38,7 @@ class StorageHome:
     def close(self) -> None:
         """Only after all I/O has ended. What is opened with the same descriptors later is not compared with this."""
         if self.checksum:
-            self.io.watch(self.space.files)
+            self.io.forget(self.space.files)
         self.space.close()
         self.io.let_go()
 

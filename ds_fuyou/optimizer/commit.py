@@ -122,8 +122,13 @@ class Committer:
 
     @property
     def is_withdrawn(self) -> bool:
-        """No record stands: states were replaced since the last one."""
-        return self._store.last_commit() is None
+        """Surely no record stands: states were replaced since the last one."""
+        return self._store.knows_record and self._store.last_commit() is None
+
+    @property
+    def is_committed(self) -> bool:
+        """Surely a record stands. Neither this nor withdrawn: the writing of one failed or was interrupted."""
+        return self._store.knows_record and self._store.last_commit() is not None
 
     def withdraw(self, *, replaces: bool = True) -> None:
         """Before committed slots are overwritten; everything ordered must be settled. ``replaces``: by other values, so
@@ -137,7 +142,9 @@ class Committer:
         """Before P16 that a commit names is edited in place: from then on it is what it is, and is not compared by a
         run that goes on from there. Everything ordered must be settled. Raises FuyouStorageError.
         """
-        if any(commit.meta.get("param_digests") for commit in self._store.commits()):
+        if not self._store.knows_record:
+            self.withdraw(replaces=False)
+        elif any(commit.meta.get("param_digests") for commit in self._store.commits()):
             self._store.amend({"param_digests": ""})
 
     def _run(self) -> None:

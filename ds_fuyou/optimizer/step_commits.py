@@ -88,7 +88,7 @@ class StepCommits:
     def replaced(self, training: JsonValue) -> None:
         """A checkpoint was loaded: what it brought is committed at once, with what it left of the run."""
         self._training = training
-        if self._committer is not None and self._committer.is_withdrawn:
+        if self._committer is not None and not self._committer.is_committed:
             self._core.wait_all()
             self.now()
 
@@ -97,7 +97,7 @@ class StepCommits:
         if self._committer is None or not self._core.keeps_steps:
             return
         self.wait()
-        if self._committer.is_withdrawn:
+        if not self._committer.is_committed:
             self.now()
 
     def _wait(self) -> None:
@@ -160,7 +160,7 @@ class StepCommits:
 
     @property
     def is_withdrawn(self) -> bool:
-        """No record stands."""
+        """Surely no record stands."""
         return self._committer is None or self._committer.is_withdrawn
 
     def forget_params(self) -> None:

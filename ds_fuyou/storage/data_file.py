@@ -19,6 +19,7 @@ from ds_fuyou.storage.probe import enable_direct
 __all__ = [
     "NO_FALLOCATE",
     "DataFile",
+    "SyncError",
     "allocate_blocks",
     "create_data_file",
     "free_blocks",
@@ -38,6 +39,10 @@ def what_gives_room(error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return "raise the limit of a file's size (ulimit -f), or name an nvme_path whose file system has larger files"
     return "free space or name another nvme_path"
+
+
+class SyncError(OSError):
+    """A file's data may not be durable, whoever wrote it. The kernel says so once: the next fsync(2) may succeed."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ def preallocate(fd: int, num_bytes: int, offset: int = 0) -> None:
     is not enough.
 
     Raises:
+        SyncError: zeros were written, and fsync(2) failed.
         OSError: there is no room.
     """
     if num_bytes == 0:
@@ -133,7 +139,10 @@ def _allocate(fd: int, num_bytes: int, offset: int) -> None:
     end = offset + num_bytes
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
-    os.fsync(fd)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise SyncError(error.errno, error.strerror) from error
 
 
 def allocate_blocks(fd: int, num_bytes: int, offset: int = 0) -> None:

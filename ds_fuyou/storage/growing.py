@@ -6,7 +6,9 @@ The manifest in the first directory is the one that counts. Files grow before it
 bytes that are not there; a run that is killed in between leaves files longer than it says, which is no fault. A region
 goes from the manifest, durably, before its blocks do. The caller sees to it that no commit names a region that goes,
 and that none names one that comes before it is there. A manifest that may not be durable is replaced by the one before;
-where that fails, too, nobody knows which one a crash would leave, and nothing may be committed any more.
+where that fails, too, nobody knows which one a crash would leave, and nothing may be committed any more. Nor may it
+where a longer file could not be made durable: what fails may be data that the next commit names, and no later call says
+so again.
 """
 
 from __future__ import annotations
@@ -19,19 +21,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage.data_file import free_blocks, preallocate, what_gives_room
+from ds_fuyou.storage.data_file import SyncError, free_blocks, preallocate, what_gives_room
 from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.records import NotDurableError, write_manifest
 from ds_fuyou.storage.store_files import StoreFiles
 from ds_fuyou.storage.types import RegionSpec
 
-__all__ = ["ManifestUnknownError", "Vacant", "grown", "shrunk"]
+__all__ = ["DataUnknownError", "ManifestUnknownError", "Vacant", "grown", "shrunk"]
 
 logger = logging.getLogger("ds_fuyou")
 
 Vacant = dict[tuple[int, int], list[tuple[tuple[Piece, ...], ...]]]
 """Slots without a region, their blocks freed, by (bytes, slots): space in files that a region of this size takes."""
+
+
+class DataUnknownError(FuyouStorageError):
+    """What was written to a file, before it was to grow or then, may not be durable."""
 
 
 class ManifestUnknownError(FuyouStorageError):
@@ -44,6 +50,7 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
     Raises:
         FuyouStorageError: no room (needed and free bytes are named), or a file or the manifest cannot be written.
             Nothing changed.
+        DataUnknownError: nothing changed, either.
         ManifestUnknownError: what is new stays in the files.
     """
     layout = files.manifest.layout
@@ -81,7 +88,10 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
             try:
                 for begin, num_bytes in [run[1:] for run in runs if files.files[run[0]] is file]:
                     preallocate(file.fd, num_bytes, begin)
-                os.fdatasync(file.fd)  # how long it is
+                _make_durable(file.fd)  # how long it is
+            except SyncError as error:
+                message = "making data durable failed while a file grew"
+                raise DataUnknownError(error.errno or errno.EIO, message, str(file.path)) from error
             except OSError as error:
                 message = f"{needed} more bytes cannot be allocated; {what_gives_room(error)}"
                 raise FuyouStorageError(error.errno or errno.EIO, message, str(file.path)) from error
@@ -114,6 +124,13 @@ def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFile
     for region in leaving:
         vacant.setdefault((region.spec.num_bytes, region.spec.num_slots), []).append(region.slots)
     return found
+
+
+def _make_durable(fd: int) -> None:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        raise SyncError(error.errno, error.strerror) from error
 
 
 def _with_layout(files: StoreFiles, layout: StoreLayout) -> StoreFiles:

@@ -19,11 +19,13 @@ from ds_fuyou.host.memory import HostPool
 from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting, wait_through
 from ds_fuyou.ops.core import load_core
+from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.store import Extent
 
 __all__ = ["IoLane", "IoSettings", "Transfer"]
 
 logger = logging.getLogger("ds_fuyou")
+_THREADS_A_PATH = 4
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ class IoSettings:
     engine: str = "auto"
     queue_depth: int = 32
     block_bytes: int = 1024 * 1024
-    num_threads: int = 4
+    num_threads: int = _THREADS_A_PATH
+
+    @classmethod
+    def for_paths(cls, engine: str, num_paths: int) -> IoSettings:
+        """Of an engine that keeps so many paths busy at once."""
+        return cls(engine, queue_depth(num_paths), num_threads=_THREADS_A_PATH * num_paths)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ import torch
 
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.storage.io import IoLane, IoSettings
-from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.lifetime import register_closer
 from ds_fuyou.storage.location import Location, StoredRun, ValuesRead
 from ds_fuyou.storage.swap_space import Lease, SwapSpace
@@ -71,7 +70,7 @@ class ParkedSpace:
     def io(self) -> IoLane:
         """An engine of its own, started at need; :meth:`rest` stops it."""
         if not self._io:
-            settings = IoSettings(self._engine, queue_depth(self.space.num_paths))
+            settings = IoSettings.for_paths(self._engine, self.space.num_paths)
             self._io.append(IoLane(settings, self.space.path_of))
         return self._io[0]
 

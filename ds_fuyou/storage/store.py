@@ -28,7 +28,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
-from ds_fuyou.storage.growing import ManifestUnknownError, Vacant, grown, shrunk
+from ds_fuyou.storage.growing import DataUnknownError, ManifestUnknownError, Vacant, grown, shrunk
 from ds_fuyou.storage.layout import Piece, RegionLayout, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import (
@@ -81,6 +81,7 @@ class SlotStore:
         self, files: StoreFiles, keep: bool, commits: Sequence[CommitRecord] = (), *, recoverable: bool = False
     ) -> None:
         self._files, self._keep, self._commits = files, keep, tuple(commits)
+        self._knows_record = True
         self._recoverable = recoverable
         self._because = ""
         self._pid = os.getpid()
@@ -314,7 +315,8 @@ class SlotStore:
         ``budget_bytes``: the most for all regions.
 
         Raises:
-            FuyouStorageError: no room, or it could not be made durable; nothing changed.
+            FuyouStorageError: no room, or it could not be made durable; nothing changed. Where that was a data file,
+                nothing more can be committed.
             ValueError: there is a region of this name.
         """
         with self._lock:
@@ -349,7 +351,7 @@ class SlotStore:
         """Once it is not known what a crash would find."""
         try:
             yield
-        except ManifestUnknownError as error:
+        except (DataUnknownError, ManifestUnknownError) as error:
             self._failure = str(error)
             raise
 
@@ -377,14 +379,18 @@ class SlotStore:
     def _write_commits(self, commits: tuple[CommitRecord, ...]) -> None:
         entries: list[JsonValue] = [{"step": one.step, "slots": one.slots, "meta": one.meta} for one in commits]
         payload: dict[str, JsonValue] = {"store_id": self._files.manifest.store_id, "entries": entries}
+        known, self._knows_record = self._knows_record, False  # Ctrl-C may come when the record has its name
         try:
             self._record(COMMIT_NAME, payload, keeps_room=True)
         except FuyouStorageError as error:
             self._failure = str(error)
             if isinstance(error, NotDurableError):
                 self._commits = commits  # what the next run finds, unless the power goes
+            else:
+                self._knows_record = known
             raise
         self._commits = commits
+        self._knows_record = True
 
     def go_back_to(self, commit: CommitRecord) -> None:
         """Makes one of :meth:`commits` the only one, durably: the slots of a newer one may be filled again.
@@ -491,6 +497,14 @@ class SlotStore:
         """The last commit and the one before it, as far as they stand. The older one's slots may be being filled."""
         self._check_open()
         return self._commits
+
+    @property
+    def knows_record(self) -> bool:
+        """Whether :meth:`commits` is what the record says, durably. Not so when its writing was interrupted or may not
+        be durable, until the next one is written. Waits while one is.
+        """
+        with self._lock:
+            return self._knows_record
 
     def close(self, remove: bool | None = None) -> None:
         """Closes the files and removes them with their directory, or lets them stay. Idempotent.

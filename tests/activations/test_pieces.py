@@ -10,7 +10,7 @@ import errno
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
+from ds_fuyou.storage.types import Extent
 from tests.activations.late import LateCopies
 from tests.activations.support import MIB, attached
 
@@ -415,6 +416,25 @@ def test_a_flipped_bit_on_storage_is_noticed(late: int, checksum: bool, tmp_path
         del record, piece
         gc.collect()
         assert found.nothing_is_left()
+
+
+def test_the_end_takes_no_memory_for_files_that_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watching costs 8 bytes a page of all that was ever leased."""
+    with rig([tmp_path / "one", tmp_path / "two"], HostCopies()) as found:
+        found.put_and_drain(2)
+        places = found.space.files
+        forgotten: list[Extent] = []
+        forget = IoLane.forget
+
+        def noted(self: IoLane, extents: Iterable[Extent]) -> None:
+            forgotten.extend(extents)
+            forget(self, extents)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IoLane, "watch", lambda *_: pytest.fail("watched at the end"))
+            patch.setattr(IoLane, "forget", noted)
+            found.tier.close()
+        assert forgotten == places
 
 
 def test_after_the_end_what_is_opened_as_the_same_descriptor_is_compared_with_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.optimizer.layout import CUT_ELEMENTS, LayoutLimits, build_layout
 from ds_fuyou.storage import records
-from ds_fuyou.storage.store import SlotStore
+from ds_fuyou.storage.store import SlotStore, commits_in
 from tests.harness.small_core import ADAMW, hypers, small_core, step
 
 LIMITS = LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS)
@@ -76,6 +77,86 @@ def test_replaced_states_of_a_resumed_step_are_another_edition_of_it(tmp_path: P
     finally:
         again.close()
         store.close(remove=True)
+
+
+@contextmanager
+def interrupted_behind_the_exchange() -> Iterator[None]:
+    """Ctrl-C arrives once, when a record has its name, before its directory is durable."""
+    fsync, interrupts = os.fsync, [KeyboardInterrupt()]
+
+    def interrupt(fd: int) -> None:
+        if interrupts and stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise interrupts.pop()
+        fsync(fd)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    assert not interrupts
+
+
+def test_a_record_whose_writing_was_interrupted_is_withdrawn_before_what_it_names_is_overwritten(
+    tmp_path: Path,
+) -> None:
+    with small_core(tmp_path, LAYOUT, keep=True) as core:
+        assert core.store is not None
+        directory = core.store.directories[0]
+        step(core, 1)
+        core.commits.withdraw()
+        assert (core.commits.is_withdrawn, commits_in(directory)) == (True, [])
+        with interrupted_behind_the_exchange():
+            core.commits.now()
+        assert [commit.step for commit in commits_in(directory)] == [1]
+        assert not core.commits.is_withdrawn
+        core.commits.withdraw()
+        assert (core.commits.is_withdrawn, commits_in(directory)) == (True, [])
+
+
+def test_a_withdrawal_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, keep=True) as core:
+        assert core.store is not None
+        directory = core.store.directories[0]
+        step(core, 1)
+        core.commits.wait()
+        with interrupted_behind_the_exchange():
+            core.commits.withdraw()
+        assert not core.commits.is_withdrawn
+        core.commits.withdraw()
+        assert (core.commits.is_withdrawn, commits_in(directory)) == (True, [])
+
+
+@pytest.mark.parametrize("what", ["now", "withdraw"])
+def test_behind_an_interrupted_record_the_next_step_begins_with_one(what: str, tmp_path: Path) -> None:
+    """And its updates do not wait for one for ever."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), keep=True) as core:
+        assert core.store is not None
+        directory = core.store.directories[0]
+        step(core, 1)
+        core.commits.withdraw()
+        if what == "withdraw":
+            core.commits.now()
+        with interrupted_behind_the_exchange():
+            getattr(core.commits, what)()
+        core.commits.settle()
+        assert [commit.step for commit in commits_in(directory)] == [1]
+        step(core, 2)
+        core.commits.wait()
+        assert [commit.step for commit in commits_in(directory)] == [2, 1]
+
+
+def test_p16_is_edited_under_no_record_that_was_interrupted(tmp_path: Path) -> None:
+    """It would say what P16 was before."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), keep=True) as core:
+        assert core.store is not None
+        directory = core.store.directories[0]
+        step(core, 1)
+        core.commits.withdraw()
+        with interrupted_behind_the_exchange():
+            core.commits.now()
+        assert commits_in(directory)[0].meta["param_digests"]
+        core.commits.forget_params()
+        assert not any(commit.meta["param_digests"] for commit in commits_in(directory))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import pytest
 
 from ds_fuyou.config import FuyouConfig, PlanOverrides, load_block, misspelt_block_keys, parse_bytes
 from ds_fuyou.errors import FuyouConfigError
+from ds_fuyou.optimizer.layout import LayoutLimits, build_layout
 
 
 def block(**settings: Any) -> FuyouConfig:
@@ -99,6 +100,8 @@ for _ in range(100_000):
         ({"plan": {"block_bytes": 2**31}}, r"fuyou\.plan\.block_bytes: must be a multiple of 4096, 1 GiB at most"),
         ({"plan": {"num_threads": 2**31}}, r"fuyou\.plan\.num_threads: must be less than or equal to 4096"),
         ({"plan": {"chunk_bytes": 10**30}}, r"fuyou\.plan\.chunk_bytes: must be below 4 EiB"),
+        ({"plan": {"chunk_bytes": 2**33 + 1}}, r"fuyou\.plan\.chunk_bytes: must be 8 GiB at most; .* leaving it out"),
+        ({"plan": {"chunk_bytes": "16GiB"}}, r"fuyou\.plan\.chunk_bytes: must be 8 GiB at most; .* found '16GiB'"),
         ({"plan": {"shares": [10**30]}}, r"fuyou\.plan\.shares\[0\]: must be less than or equal to 1000000000"),
         ({"dram_budget_bytes": 10**5000}, r"fuyou\.dram_budget_bytes: must be below 4 EiB; found \.\.\. \(int\)"),
         ({"nvme_budget_bytes": "9" * 400 + ".5GB"}, r"fuyou\.nvme_budget_bytes: must be below 4 EiB"),
@@ -115,6 +118,16 @@ def test_what_no_machine_can_do_is_refused_by_its_full_key_in_one_short_line(set
         block(**settings)
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
+
+
+def test_elements_of_the_largest_chunk_have_numbers_of_32_bits() -> None:
+    plan = block(plan={"chunk_bytes": "8GiB"}).plan
+    assert plan is not None
+    assert plan.chunk_bytes is not None
+    limits = LayoutLimits(max_elements=plan.chunk_bytes // 4)
+    for numel in (2**31 + 1, 2**33 - 1, 2**35 + 12345):
+        layout = build_layout([[("w", "w", numel, 0)]], limits)
+        assert max(chunk.numel for chunk in layout.chunks) < 2**32
 
 
 def test_a_plan_nested_without_end_is_refused_by_name(tmp_path: Path) -> None:

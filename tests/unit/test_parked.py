@@ -6,14 +6,17 @@ from __future__ import annotations
 import gc
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError
-from ds_fuyou.storage import lifetime
+from ds_fuyou.host.device import HostDevice
+from ds_fuyou.storage import lifetime, parked
 from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.parked import PIECE_BYTES, ParkedSpace, ParkedValues
+from ds_fuyou.zero.parameters import inference
 
 
 def paths_in(folder: Path, number: int) -> tuple[str, ...]:
@@ -52,6 +55,47 @@ def test_one_space_serves_all_who_name_the_same_paths_and_goes_with_the_last_val
     del second, space
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class _StartedError(Exception):
+    """An I/O engine would be started."""
+
+
+@pytest.mark.parametrize(("num_paths", "depth", "threads"), [(1, 32, 4), (4, 32, 16), (8, 64, 32)])
+@pytest.mark.parametrize("whose", ["the space", "an engine that infers"])
+def test_what_reads_parked_values_keeps_all_paths_busy(
+    whose: str, num_paths: int, depth: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = ParkedSpace.at(paths_in(tmp_path, num_paths), "threads", None)
+    values = space.park("a parameter", torch.zeros(10))
+    space.rest()
+    asked = []
+
+    def start(settings: IoSettings, path_of: object) -> IoLane:
+        asked.append(settings)
+        raise _StartedError
+
+    def infer() -> object:
+        config = SimpleNamespace(trace=None, io=SimpleNamespace(engine="threads"))
+        activation = SimpleNamespace(config=config, absorbed=SimpleNamespace(pin_memory=False))
+        partition = SimpleNamespace(store=None, source=values, num_bytes=values.num_bytes)
+        found = {
+            "IoLane": start,
+            "rank_device": lambda **_: HostDevice(),
+            "in_use_order": lambda _: [torch.nn.Parameter(torch.zeros(1))],
+            "held_bytes": lambda _: {},
+            "partition_of": lambda _: partition,
+            "register_closer": lambda _: lambda: None,
+            "_read_bytes": lambda *_: 0,
+        }
+        for name, value in found.items():
+            monkeypatch.setattr(inference, name, value)
+        return inference.InferenceReads(torch.nn.Identity(), activation)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(parked, "IoLane", start)
+    with pytest.raises(_StartedError):
+        _ = space.io if whose == "the space" else infer()
+    assert asked == [IoSettings("threads", depth, num_threads=threads)]
 
 
 def flip(parked: ParkedValues, piece: int, at: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.storage import growing
+from ds_fuyou.storage import data_file, growing
 from ds_fuyou.storage.layout import UNIT_BYTES
 from ds_fuyou.storage.store import RegionSpec, RunIdentity, SlotStore
 
@@ -134,6 +134,37 @@ def test_what_finds_no_room_leaves_everything_as_it_was(
     write(store, "f", 51)
     assert holds(store, "a", 1)
     assert holds(store, "e", 41)
+
+
+@pytest.mark.parametrize("call", ["fdatasync", "fsync"])
+def test_data_that_may_be_lost_while_a_file_grows_is_committed_by_nobody(
+    call: str, store: SlotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells an error of writing back once: the commit's own call succeeds."""
+    store.commit(1, {"a": 0}, {})
+    write(store, "a", 1)
+    before = dict(store.regions), store.total_bytes
+    original, failures = getattr(os, call), [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    def fail_once(fd: int) -> None:
+        if failures:
+            raise failures.pop()
+        original(fd)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no fallocate")
+
+    if call == "fsync":
+        monkeypatch.setattr(data_file, "allocate_blocks", refuse)
+    monkeypatch.setattr(os, call, fail_once)
+    with pytest.raises(FuyouStorageError, match="making data durable failed") as caught:
+        store.reserve(MORE)
+    assert caught.value.errno == errno.EIO
+    assert not failures
+    assert (dict(store.regions), store.total_bytes) == before
+    with pytest.raises(FuyouStateError, match="nothing more can be committed"):
+        store.commit(2, {"a": 1}, {})
+    assert [commit.step for commit in store.commits()] == [1]
 
 
 def test_files_that_grew_without_a_manifest_are_opened_as_it_says(paths: list[Path]) -> None:

@@ -98,7 +98,8 @@ class InferenceReads:
             return
         self._forget_closer = register_closer(_closing(self))
         self._read_bytes = _read_bytes(self._activation, sum(partition.num_bytes for partition in free))
-        io = self._io = IoLane(IoSettings(engine=self._engine), sources[0].space.space.path_of)
+        space = sources[0].space.space
+        io = self._io = IoLane(IoSettings.for_paths(self._engine, space.num_paths), space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
             self._device,

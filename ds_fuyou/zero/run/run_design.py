@@ -240,6 +240,7 @@ class RunDesign:
     def core_options(self, num_slots: int) -> CoreOptions:
         model, plan = self.model, self.plan
         config = model.activation.config
+        io = IoSettings.for_paths(config.io.engine, self.given.num_paths)
         return CoreOptions(
             residency=self.residency,
             num_slots=num_slots,
@@ -249,7 +250,7 @@ class RunDesign:
             grad_dtype=model.grad_dtype,
             staging_bytes=plan.staging_bytes,
             num_update_threads=plan.num_threads,
-            io=IoSettings(config.io.engine, plan.queue_depth, plan.block_bytes, 4 * self.given.num_paths),
+            io=replace(io, queue_depth=plan.queue_depth, block_bytes=plan.block_bytes),
             checksum=config.checksum,
             device=model.device,
             has_peers=dist.get_world_size() > 1,
