@@ -52,9 +52,9 @@ class Run:
         params = list(self.model.parameters())
         adam = torch.optim.Adam([{"params": params[i::num_groups]} for i in range(num_groups)], lr=1.0)
         self.stock = SimpleNamespace(optimizer=adam, loss_scaler=None, dynamic_loss_scale=False)
-        self.stock.gradient_accumulation_steps = accumulation
         self.engine: Any = SimpleNamespace(global_steps=0, global_samples=0, skipped_steps=0, micro_steps=0)
         self.engine.lr_scheduler = StepLR(adam, 1, 0.5) if scheduler else None
+        self.engine.gradient_accumulation_steps = lambda: accumulation
         self.engine.training_dataloader = None
         self.engine.random_ltd_enabled = self.engine.curriculum_learning_enabled = lambda: False
         self.state = TrainingState(self.stock, self.model, all_generators=False)
@@ -408,3 +408,11 @@ def test_a_scheduler_that_the_script_steps_itself_is_told_of(
         own.step()
         run.state.step_begins(run.engine)
     assert [("scheduler" in record.getMessage()) for record in caplog.records] == [True] * told
+
+
+def test_micro_batches_are_counted_by_the_accumulation_of_now() -> None:
+    """``engine.set_train_batch_size()`` changes it."""
+    run = Run(accumulation=2)
+    run.engine.gradient_accumulation_steps, run.engine.micro_steps = lambda: 4, 6
+    taken = run.state.take(run.engine, begins_step=True)
+    assert (taken["counters"]["micro_steps"], taken["accumulation"]) == (4, 4)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ds_fuyou.errors import FuyouChecksumError
-from ds_fuyou.log import log_once
+from ds_fuyou.log import get_logger, log_once
 from ds_fuyou.optimizer.param_access import PublishedSpan
 from ds_fuyou.parameters.partition import Partition
 
@@ -48,6 +48,7 @@ class SkippedSteps:
         self._in_a_row += 1
         if self._in_a_row < _FIRST_LOOK or self._in_a_row & (self._in_a_row - 1):
             return
+        get_logger().info(f"{self._in_a_row} steps in a row were skipped: parameters on storage are looked at")
         for partition in partitions:
             source = partition.source
             source.wait()

@@ -132,7 +132,6 @@ class TrainingState:
     def __init__(self, optimizer: Any, module: torch.nn.Module, *, all_generators: bool) -> None:
         self._optimizer, self._module, self._all = optimizer, module, all_generators
         self._buffers = _Buffers(module)
-        self._accumulation = int(optimizer.gradient_accumulation_steps)
         self._pending: Mapping[str, Any] | None = None
         self._resumed_at = self._built_seed = 0
         self._hook: Any = None
@@ -171,12 +170,13 @@ class TrainingState:
         if pickled is None:
             return None
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+        accumulation = int(engine.gradient_accumulation_steps())  # scripts may change it
         if begins_step:
-            counters["micro_steps"] -= counters["micro_steps"] % self._accumulation
+            counters["micro_steps"] -= counters["micro_steps"] % accumulation
         return {
             "version": VERSION,
             "counters": counters,
-            "accumulation": self._accumulation,
+            "accumulation": accumulation,
             "frozen": self._frozen,
             "generators": {name: text(state) for name, state in self._generators().items()},
             "pickled": text(pickled),
@@ -275,8 +275,9 @@ class TrainingState:
                 _load_when_made(engine, record.schedules[name])
         for name, count in counters.items():
             setattr(engine, name, count)
-        if record.accumulation not in (None, self._accumulation):  # a step begins with its first micro-batch
-            engine.micro_steps -= engine.micro_steps % self._accumulation
+        accumulation = int(engine.gradient_accumulation_steps())
+        if record.accumulation not in (None, accumulation):  # a step begins with its first micro-batch
+            engine.micro_steps -= engine.micro_steps % accumulation
         stock.loss_scaler, stock.dynamic_loss_scale = record.scaler
         for group, hypers in zip(groups, record.groups, strict=True):
             group.update(hypers)
