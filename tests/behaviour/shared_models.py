@@ -20,7 +20,8 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-from ds_fuyou.zero.parameters import param_swapper, run_design
+from ds_fuyou.zero.parameters import param_swapper
+from ds_fuyou.zero.run import run_design
 from ds_fuyou.zero.saving.training_state import TrainingState
 from tests.behaviour.engines import equal, evaluate, say, states, train
 from tests.harness.models import build_model, make_batch
