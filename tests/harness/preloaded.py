@@ -8,7 +8,7 @@ of a short run.
 import gc
 import importlib.util
 import os
-import pkgutil
+from pathlib import Path
 
 # Read when huggingface_hub is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,8 +40,9 @@ if importlib.util.find_spec("transformers") is not None:
     import transformers.models.llama.modeling_llama
     import transformers.trainer
 
-for found in pkgutil.walk_packages([f"{ds_fuyou.__path__[0]}/zero"], "ds_fuyou.zero."):
-    importlib.import_module(found.name)
+package = Path(ds_fuyou.__path__[0])
+for file in (package / "zero").rglob("*.py"):  # namespace packages, which pkgutil does not walk into
+    importlib.import_module(".".join(("ds_fuyou", *file.relative_to(package).with_suffix("").parts)))
 load_core()
 if accelerator() == "cpu":
     deepspeed.ops.__compatible_ops__  # noqa: B018  (each is probed, one by compiling)
