@@ -313,7 +313,8 @@ def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name, section = _bf16_section(ds_config)
     if not is_on(section.get(_BF16_MASTERS)):
         return
-    if section.get("enabled", False) not in (True, "auto"):
+    enabled = section.get("enabled")
+    if not is_on(enabled) and enabled != "auto":
         yield f"{name}.{_BF16_MASTERS} = true without {name}.enabled", _NOT_BF16
     kind = lookup(ds_config, "optimizer.type")
     if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):

@@ -15,7 +15,7 @@ from typing import Any
 from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.config import BLOCK_KEY
-from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of
+from ds_fuyou.ds_json import Activation, is_on, load_activation, lookup, section_of
 from ds_fuyou.errors import FuyouConfigError, FuyouStorageError
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, probe_path
@@ -102,7 +102,7 @@ Row = tuple[str, bool, str]
 
 
 def _precision(config: Mapping[str, Any]) -> Iterator[Row]:
-    enabled = [name for name in ("bf16", "bfloat16", "fp16") if lookup(config, f"{name}.enabled") is True]
+    enabled = [name for name in ("bf16", "bfloat16", "fp16") if is_on(lookup(config, f"{name}.enabled"))]
     if "fp16" in enabled and len(enabled) > 1:
         yield (
             f"{' and '.join(enabled)} are both enabled, which DeepSpeed refuses",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
-from ds_fuyou.ds_json import load_activation, lookup, stock_states
+from ds_fuyou.ds_json import is_on, load_activation, lookup, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.state_layout import FP32
 
@@ -179,7 +179,8 @@ def _says_precision(config: Mapping[str, Any]) -> bool:
 
 def has_precision(config: Mapping[str, Any], *names: str) -> bool:
     """Whether one of these sections is enabled, or "auto"."""
-    return any(lookup(config, f"{name}.enabled") in (True, "auto") for name in names)
+    said = [lookup(config, f"{name}.enabled") for name in names]
+    return any(is_on(value) or value == "auto" for value in said)
 
 
 def param_bytes(config: Mapping[str, Any]) -> int:

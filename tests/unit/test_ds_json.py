@@ -171,6 +171,11 @@ def test_what_cannot_be_combined_is_refused_by_name(
         ({}, {}, ("fp32", "fp32")),
         ({}, {"fp32_optimizer_states": False}, ("fp32", "fp32")),  # as the masters are
         ({"bf16_master_weights_and_grads": True}, {}, ("bf16", "fp32")),
+        (
+            {"enabled": "true", "bf16_master_weights_and_grads": "true"},
+            {},
+            ("bf16", "fp32"),
+        ),  # DeepSpeed's words for it
         ({"bf16_master_weights_and_grads": True}, {"fp32_optimizer_states": False}, ("bf16", "bf16")),
         ({"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, {}, ("bf16", "bf16")),
     ],
