@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ __all__ = [
     "free_blocks",
     "open_data_file",
     "preallocate",
+    "sync_errors",
     "what_gives_room",
 ]
 
@@ -107,6 +109,15 @@ def open_data_file(run: RunDirectory, num_bytes: int, buffered_because: str) -> 
         raise
 
 
+@contextlib.contextmanager
+def sync_errors() -> Iterator[None]:
+    """Around fsync(2) or fdatasync(2): what they raise is a SyncError."""
+    try:
+        yield
+    except OSError as error:
+        raise SyncError(error.errno, error.strerror) from error
+
+
 def preallocate(fd: int, num_bytes: int, offset: int = 0) -> None:
     """Allocates the blocks of ``num_bytes`` from ``offset`` on; writes zeros where the filesystem cannot otherwise.
     Of a file that was to grow, and did not, nothing is kept: ext4 allocates all that is free before it says that there
@@ -139,10 +150,8 @@ def _allocate(fd: int, num_bytes: int, offset: int) -> None:
     end = offset + num_bytes
     while offset < end:
         offset += os.pwrite(fd, zeros[: end - offset], offset)
-    try:
+    with sync_errors():
         os.fsync(fd)
-    except OSError as error:
-        raise SyncError(error.errno, error.strerror) from error
 
 
 def allocate_blocks(fd: int, num_bytes: int, offset: int = 0) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ds_fuyou.errors import FuyouStorageError
-from ds_fuyou.storage.data_file import SyncError, free_blocks, preallocate, what_gives_room
+from ds_fuyou.storage.data_file import SyncError, free_blocks, preallocate, sync_errors, what_gives_room
 from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.records import NotDurableError, write_manifest
@@ -88,7 +88,8 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
             try:
                 for begin, num_bytes in [run[1:] for run in runs if files.files[run[0]] is file]:
                     preallocate(file.fd, num_bytes, begin)
-                _make_durable(file.fd)  # how long it is
+                with sync_errors():
+                    os.fdatasync(file.fd)  # how long it is
             except SyncError as error:
                 message = "making data durable failed while a file grew"
                 raise DataUnknownError(error.errno or errno.EIO, message, str(file.path)) from error
@@ -124,13 +125,6 @@ def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFile
     for region in leaving:
         vacant.setdefault((region.spec.num_bytes, region.spec.num_slots), []).append(region.slots)
     return found
-
-
-def _make_durable(fd: int) -> None:
-    try:
-        os.fdatasync(fd)
-    except OSError as error:
-        raise SyncError(error.errno, error.strerror) from error
 
 
 def _with_layout(files: StoreFiles, layout: StoreLayout) -> StoreFiles:

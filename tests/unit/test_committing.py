@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,14 +97,20 @@ def interrupted_behind_the_exchange() -> Iterator[None]:
     assert not interrupts
 
 
+@contextmanager
+def withdrawn_core(tmp_path: Path, **given: Any) -> Iterator[tuple[OutOfCoreOptimizer, Path]]:
+    """One whose first step was committed, and withdrawn; where its records are."""
+    with small_core(tmp_path, LAYOUT, keep=True, **given) as core:
+        assert core.store is not None
+        step(core, 1)
+        core.commits.withdraw()
+        yield core, core.store.directories[0]
+
+
 def test_a_record_whose_writing_was_interrupted_is_withdrawn_before_what_it_names_is_overwritten(
     tmp_path: Path,
 ) -> None:
-    with small_core(tmp_path, LAYOUT, keep=True) as core:
-        assert core.store is not None
-        directory = core.store.directories[0]
-        step(core, 1)
-        core.commits.withdraw()
+    with withdrawn_core(tmp_path) as (core, directory):
         assert (core.commits.is_withdrawn, commits_in(directory)) == (True, [])
         with interrupted_behind_the_exchange():
             core.commits.now()
@@ -129,11 +136,7 @@ def test_a_withdrawal_that_was_interrupted_is_made_again(tmp_path: Path) -> None
 @pytest.mark.parametrize("what", ["now", "withdraw"])
 def test_behind_an_interrupted_record_the_next_step_begins_with_one(what: str, tmp_path: Path) -> None:
     """And its updates do not wait for one for ever."""
-    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), keep=True) as core:
-        assert core.store is not None
-        directory = core.store.directories[0]
-        step(core, 1)
-        core.commits.withdraw()
+    with withdrawn_core(tmp_path, residency=(0.0, 0.0, 1.0)) as (core, directory):
         if what == "withdraw":
             core.commits.now()
         with interrupted_behind_the_exchange():
@@ -147,11 +150,7 @@ def test_behind_an_interrupted_record_the_next_step_begins_with_one(what: str, t
 
 def test_p16_is_edited_under_no_record_that_was_interrupted(tmp_path: Path) -> None:
     """It would say what P16 was before."""
-    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0), keep=True) as core:
-        assert core.store is not None
-        directory = core.store.directories[0]
-        step(core, 1)
-        core.commits.withdraw()
+    with withdrawn_core(tmp_path, residency=(0.0, 0.0, 1.0)) as (core, directory):
         with interrupted_behind_the_exchange():
             core.commits.now()
         assert commits_in(directory)[0].meta["param_digests"]
