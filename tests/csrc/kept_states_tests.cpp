@@ -78,6 +78,19 @@ void step(World& world, std::int64_t generation)
     world.finish(generation);
 }
 
+// Some tiles of a state are updated when it throws.
+class FailsHalfWayRule final : public UpdateRule {
+  public:
+    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
+    {
+        if (++num_calls_ == 40) throw std::runtime_error("the rule failed half way");
+        CountingRule().apply(param, grad, moments, numel);
+    }
+
+  private:
+    mutable std::atomic<int> num_calls_{0};
+};
+
 }  // namespace
 
 TEST(kept_states_are_those_of_their_generation_in_every_placement)
@@ -144,6 +157,34 @@ TEST(kept_states_of_a_pipeline_that_failed_before_they_were_there)
     KeptState kept;
     CHECK_THROWS(std::runtime_error, world.pipeline->take_kept(kPatienceSecs, true, &kept));
     world.pipeline->drop_kept();
+}
+
+// Updated in its own memory, it is of no generation then; beside that, it is as it was.
+TEST(kept_states_whose_update_fails_half_way)
+{
+    for (const bool has_spares : {false, true}) {
+        World world({.state = Place::kDram,
+                     .num_slots = 1,
+                     .num_chunks = 1,
+                     .numel = 200000,  // both threads of the team have some
+                     .has_spares = has_spares});
+        std::vector<char> buffer(3 * world.part);
+        step(world, 1);
+        world.pipeline->keep_states({0});
+        world.pipeline->lend_buffer(buffer.data());
+        ChunkUpdate update = world.update(0, 2);
+        update.segments = {{0, world.given.numel, std::make_shared<FailsHalfWayRule>()}};
+        world.pipeline->enqueue(update);
+        CHECK_THROWS(std::runtime_error, world.pipeline->wait_published(0, 2, kPatienceSecs));
+        CHECK(world.state_is(0, -1.0F, 1.0F) == has_spares);
+        KeptState kept;
+        if (has_spares) {
+            CHECK(world.pipeline->take_kept(0.0, true, &kept) && kept.buffer == nullptr);
+        } else {
+            CHECK_THROWS(std::runtime_error, world.pipeline->take_kept(0.0, true, &kept));
+        }
+        world.pipeline->drop_kept();
+    }
 }
 
 TEST(kept_states_have_updates_wait_for_a_buffer)

@@ -263,7 +263,7 @@ class ChunkPipeline {
     void lend_buffer(char* buffer);
     // The next state to copy, of those kept each once: one that an update handed over, or waits
     // for; if `may_read`, any. False after `timeout_secs`. Throws if the pipeline failed before
-    // every kept state was in place.
+    // every kept state was in place, or as an update replaced one in its own memory.
     bool take_kept(double timeout_secs, bool may_read, KeptState* taken);
     // Whether a block is the state of a chunk that take_kept() gave.
     bool kept_holds(std::size_t chunk, char* block) const;
@@ -324,7 +324,7 @@ class ChunkPipeline {
     bool may_update_locked(const std::shared_ptr<Job>& job, char** copy);
     bool awaits_buffer_locked(const Job& job) const;
     void copied_locked(Job& job);
-    void forget_copy_locked(Job& job);
+    void forget_copy_locked(Job& job, bool has_thrown);
     void claim_locked(Chunk& chunk);
     bool is_kept_in_place_locked() const;
     bool next_kept_locked();
@@ -366,8 +366,9 @@ class ChunkPipeline {
     std::map<JobKey, std::size_t> wanted_;  // chunks whose update waits for a copy not begun
     std::int64_t kept_generation_ = 0;
     std::vector<std::size_t> kept_order_;
-    std::size_t next_kept_ = 0;  // in kept_order_
-    std::vector<char*> lent_;    // buffers of the copier
+    std::size_t next_kept_ = 0;   // in kept_order_
+    bool has_lost_kept_ = false;  // a failed update left one of them half replaced
+    std::vector<char*> lent_;     // buffers of the copier
     struct LentAway {
         std::chrono::steady_clock::time_point since;
         std::uint64_t num_bytes = 0;

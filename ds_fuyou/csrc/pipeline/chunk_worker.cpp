@@ -382,7 +382,7 @@ void ChunkPipeline::end_update_locked(const std::shared_ptr<Job>& job, const std
 {
     Chunk& chunk = chunks_[job->update.chunk];
     if (!error.empty() || !read_holds_locked(*job)) {
-        forget_copy_locked(*job);
+        forget_copy_locked(*job, !error.empty());
         if (error.empty() && reads_again_locked(job)) return;
     }
     copied_locked(*job);

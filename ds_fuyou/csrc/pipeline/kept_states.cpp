@@ -152,16 +152,22 @@ void ChunkPipeline::copied_locked(Job& job)
     kept_changed_.notify_all();
 }
 
-// What the update read was not the state. That stands in its place still.
-void ChunkPipeline::forget_copy_locked(Job& job)
+// What the update read was not the state, or it failed. The state stands in its place still, unless
+// the update has begun to write over it there.
+void ChunkPipeline::forget_copy_locked(Job& job, bool has_thrown)
 {
     if (job.copy == nullptr) return;
     char* const copy = std::exchange(job.copy, nullptr);
     --num_capturing_;
     kept_changed_.notify_all();
     if (kept_order_.empty()) return;  // by drop_kept(), which waits for it
-    chunks_[job.update.chunk].keep = Keep::kKept;
-    next_kept_ = 0;
+    Chunk& chunk = chunks_[job.update.chunk];
+    if (has_thrown && chunk.resident() && job.from.memory == job.to.memory) {
+        has_lost_kept_ = true;
+    } else {
+        chunk.keep = Keep::kKept;
+        next_kept_ = 0;
+    }
     lent_away_.erase(copy);
     lent_.push_back(copy);
 }
@@ -196,8 +202,9 @@ bool ChunkPipeline::take_kept(double timeout_secs, bool may_read, KeptState* tak
                (may_read && is_kept_in_place_locked() && next_kept_locked());
     };
     kept_changed_.wait_for(lock, std::chrono::duration<double>(timeout_secs), [&] {
-        return found() || stopping_ || (failed_ && !is_kept_in_place_locked());
+        return found() || stopping_ || has_lost_kept_ || (failed_ && !is_kept_in_place_locked());
     });
+    if (has_lost_kept_) require_running_locked();  // the update's failure was the pipeline's
     if (!found()) {
         if (stopping_ || !is_kept_in_place_locked()) require_running_locked();
         return false;
