@@ -294,6 +294,45 @@ TEST(pipeline_work_that_cannot_begin_reaches_every_waiter)
     CHECK(world.staging->used_bytes() == 0);
 }
 
+// P16 was edited, so the state has to be read again, and nothing is read any more.
+TEST(pipeline_an_update_that_cannot_read_again_is_waited_for_by_nobody)
+{
+    auto world = std::make_shared<World>(
+        WorldOptions{.num_chunks = 1, .bfloat16_params = true, .masters = Masters::kSplit});
+    world->pipeline->set_checksum(true);
+    world->pipeline->enqueue(world->update(0, 1));
+    world->pipeline->publish(1);
+    world->finish(1);
+    const auto rule = std::make_shared<GatedRule>();
+    ChunkUpdate update = gated(*world, 0, rule);
+    update.generation = 2;
+    update.param_version = 1;
+    world->params[0][0] = 7.0F;  // the version that the update reads
+    world->pipeline->enqueue(update);
+    rule->wait_begun();
+    world->engine->close();
+    rule->open();
+    CHECK_THROWS(std::runtime_error, world->pipeline->wait_published(0, 2, kPatienceSecs));
+    CHECK(world->pipeline->failure().what.find("worker failed") != std::string::npos);
+    std::promise<void> returned;
+    std::future<void> has_returned = returned.get_future();
+    std::thread waiter([world, update, returned = std::move(returned)]() mutable {
+        world->pipeline->read_gradient_from_storage(0, update.gradient);
+        world->pipeline->invalidate(0);
+        returned.set_value();
+    });
+    const bool is_back = has_returned.wait_for(std::chrono::duration<double>(kPatienceSecs)) ==
+                         std::future_status::ready;
+    CHECK(is_back);
+    if (!is_back) {  // with the world, which it keeps
+        waiter.detach();
+        return;
+    }
+    waiter.join();
+    CHECK(world->pipeline->wait_idle(0, 0.0));
+    CHECK(world->staging->used_bytes() == 0);
+}
+
 TEST(pipeline_stops_in_the_middle)
 {
     for (const IoBackend backend : backends()) {

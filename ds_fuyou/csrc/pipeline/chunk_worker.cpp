@@ -97,6 +97,7 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
         error = exception.what();
     }
     lock.lock();
+    job->state = JobState::kHeld;  // until it is known what comes next, should that throw
     const double end = now_secs();
     const std::uint64_t numel = chunks_[job->update.chunk].spec.numel();
     stats_.update_busy_secs += end - begin;
