@@ -247,7 +247,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         """Around ``engine.step()``: what it applies is committed when it has ended, with the engine's state of
         training. Where an exception or a signal ends it, the step before stays the last that can be gone on from."""
         core = self.rank_state.core
-        if self.rank_state.activation.config.resume == "auto":
+        if core.keeps_steps and self.rank_state.activation.config.resume == "auto":
             self.training_state.step_begins(engine)
         core.commits.holds_orders, self._is_ending = True, False
         try:

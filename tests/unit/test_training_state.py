@@ -16,6 +16,7 @@ from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDSche
 from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
 from torch.optim.lr_scheduler import StepLR
 
+from ds_fuyou import log
 from ds_fuyou.checkpoint.training_record import SMALL_BUFFERS, TrainingRecord, from_bytes, raw, text, to_bytes
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.zero.saving.training_state import TrainingState
@@ -66,7 +67,8 @@ class Run:
 
 @contextmanager
 def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """The package's logger hands nothing on to the root's."""
+    """The package's logger hands nothing on to the root's. What was said before may be said again."""
+    log._told.clear()
     logger = logging.getLogger("ds_fuyou")
     logger.addHandler(caplog.handler)
     try:
@@ -408,6 +410,21 @@ def test_a_scheduler_that_the_script_steps_itself_is_told_of(
         own.step()
         run.state.step_begins(run.engine)
     assert [("scheduler" in record.getMessage()) for record in caplog.records] == [True] * told
+
+
+def test_rates_that_a_run_goes_on_with_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Those of a checkpoint, and of a script that hands its scheduler over."""
+    run = Run(scheduler=False)
+    group = run.stock.optimizer.param_groups[0]
+    with heard(caplog):
+        run.state.step_begins(run.engine)
+        group["lr"] = 0.5
+        run.state.loaded_over(run.engine)
+        run.state.step_begins(run.engine)
+        for rate in (0.4, 0.3):
+            group["lr"], run.engine.fuyou_client_state = rate, {"scheduler": rate}
+            run.state.step_begins(run.engine)
+    assert not caplog.records
 
 
 def test_micro_batches_are_counted_by_the_accumulation_of_now() -> None:

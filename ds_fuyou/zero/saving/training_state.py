@@ -147,16 +147,21 @@ class TrainingState:
 
     def step_begins(self, engine: Any) -> None:
         """Rates that are not those of the last record were set between the steps, by a scheduler that the script steps
-        itself as a rule: none of the engine's, so that a run that goes on from that record does not know of it.
+        itself as a rule: none of the engine's, so that a run that goes on from that record does not know of it, unless
+        the script hands it over.
         """
+        if getattr(engine, "lr_scheduler", None) is not None or getattr(engine, _CLIENT_STATE) is not None:
+            self._rates = None
+            return
         rates = [float(group["lr"]) for group in self._optimizer.optimizer.param_groups]
-        if self._rates not in (None, rates) and getattr(engine, "lr_scheduler", None) is None:
+        if self._rates not in (None, rates):
             log_once(
                 logging.WARNING,
                 "learning rates change between steps, and the engine has no scheduler: a run that goes on from this "
-                'one\'s files ("resume": "auto") begins with the rates of the last step. Give deepspeed.initialize the '
-                "scheduler, or hand its state over as engine.fuyou_client_state before engine.step(), and in a run "
-                "that resumes load it and step it once, as it was behind that step",
+                'one\'s files ("resume": "auto") begins with the rates of the last step. Unless the script sets them by '
+                "the number of the step, give deepspeed.initialize the scheduler, or hand its state over as "
+                "engine.fuyou_client_state before engine.step(), and in a run that resumes load it and step it once, "
+                "as it was behind that step",
             )
         self._rates = rates
 
@@ -340,6 +345,7 @@ class TrainingState:
                 f"goes on from what was loaded, at step {engine.global_steps}",
             )
         self._forget_generators()
+        self._rates = None  # the checkpoint's are others
 
     def _forget_generators(self) -> None:
         self._pending = None
