@@ -75,6 +75,14 @@ def only_rank() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No launcher says how many ranks this machine has."""
+    sizes = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+    for name in (*sizes, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -33,7 +33,7 @@ from ds_fuyou.storage.layout import (
 from ds_fuyou.storage.probe import PathFacts, probe_path, shares_blocks
 from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.device import num_devices, rank_device
-from ds_fuyou.zero.run.budgets import cores_of_rank
+from ds_fuyou.zero.run.neighbours import cores_of_rank
 
 __all__ = ["FirstBlock", "Question", "Room", "choose_block", "room_here"]
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["AUTO_TENTHS", "available_host_bytes", "copied_later_bytes", "total_host_bytes"]
+__all__ = ["AUTO_TENTHS", "available_host_bytes", "copied_later_bytes", "memory_limit_holder", "total_host_bytes"]
 
 AUTO_TENTHS = 8
 """Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
@@ -28,13 +29,24 @@ _BLOCK_BYTES = 128  # of Python's heap, with what lies around it; a collection w
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that can be had without swapping. ``root`` stands before /proc and /sys."""
-    left = [limit - used for limit, used in _groups(root)]
+    left = [group.limit - group.used for group in _groups(root)]
     return max(0, min([_meminfo(root, "MemAvailable"), *left]))
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process could have if nobody else had any."""
-    return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _groups(root))])
+    return min([_meminfo(root, "MemTotal"), *(group.limit for group in _groups(root))])
+
+
+def memory_limit_holder(root: Path = Path("/")) -> tuple[int, int] | None:
+    """Names the control group whose limit is the tightest, the same for every process in it, whatever its container
+    calls it; None where the machine's memory is the limit.
+    """
+    tightest = min(_groups(root), key=lambda group: group.limit, default=None)
+    if tightest is None or tightest.limit >= _meminfo(root, "MemTotal"):
+        return None
+    found = tightest.folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def copied_later_bytes(root: Path = Path("/")) -> int:
@@ -62,8 +74,17 @@ def _meminfo(root: Path, name: str) -> int:
     return int(fields[name].split()[0]) * 1024
 
 
-def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use without file pages) of every group with a limit."""
+@dataclass(frozen=True)
+class _Group:
+    """``used``: bytes, without file pages."""
+
+    folder: Path
+    limit: int
+    used: int
+
+
+def _groups(root: Path) -> Iterator[_Group]:
+    """Every one that has a limit and that this process is in."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -84,8 +105,8 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
                 yield found
 
 
-def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> tuple[int, int] | None:
-    """(limit, in use) of one group; None where it sets no limit or is not visible (inside a container, say).
+def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> _Group | None:
+    """None where the group sets no limit or is not visible (inside a container, say).
     ``of_all``: before the names of numbers that count groups inside of it, too.
     """
     try:
@@ -99,4 +120,4 @@ def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> tup
     numbers = {name: int(value) for name, value in (line.split() for line in stat)}
     names = ("inactive_file", "active_file", _MAPPED[of_all])
     inactive, active, mapped = (numbers.get(of_all + name, 0) for name in names)
-    return int(limit_text), used - inactive - max(0, active - mapped)
+    return _Group(folder, int(limit_text), used - inactive - max(0, active - mapped))

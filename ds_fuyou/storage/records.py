@@ -75,11 +75,11 @@ class ProcessMark:
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        return cls(os.getpid(), _start_ticks(os.getpid()), _boot_id(), os.uname().nodename)
+        return cls(os.getpid(), _start_ticks(os.getpid()), boot_id(), os.uname().nodename)
 
     def is_alive(self) -> bool:
         """False too when it ran on another host or before a reboot."""
-        return self.boot_id == _boot_id() and self.start_ticks == _start_ticks(self.pid) != 0
+        return self.boot_id == boot_id() and self.start_ticks == _start_ticks(self.pid) != 0
 
 
 @dataclass(frozen=True)
@@ -378,8 +378,9 @@ def _start_ticks(pid: int) -> int:
         return 0
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """Of the system that runs; empty where it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
-        return "unknown"
+        return ""

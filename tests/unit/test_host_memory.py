@@ -13,7 +13,12 @@ import pytest
 
 from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host import memory
-from ds_fuyou.host.available_memory import available_host_bytes, copied_later_bytes, total_host_bytes
+from ds_fuyou.host.available_memory import (
+    available_host_bytes,
+    copied_later_bytes,
+    memory_limit_holder,
+    total_host_bytes,
+)
 from ds_fuyou.host.memory import PAGE_BYTES, HostPool, aligned_tensor, bring_in_pages, resident_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -58,6 +63,28 @@ def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) 
     group(tmp_path / "sys/fs/cgroup/job", V2, str(6 * GIB), 5 * GIB, 2 * GIB)
     assert available_host_bytes(tmp_path) == 3 * GIB
     assert total_host_bytes(tmp_path) == 6 * GIB
+
+
+def test_the_group_of_the_tightest_limit_is_named_alike_wherever_it_is_seen(tmp_path: Path) -> None:
+    """A container sees its own group as the root of all; one limit that is above what the machine has is none."""
+    tree(tmp_path, 8 * GIB, "0::/job/task\n")
+    root = tmp_path / "sys/fs/cgroup"
+    group(root / "job", V2, str(6 * GIB), 0, 0)
+    job = os.stat(root / "job")
+    assert memory_limit_holder(tmp_path) == (job.st_dev, job.st_ino)
+    group(root / "job/task", V2, str(5 * GIB), 0, 0)
+    task = os.stat(root / "job/task")
+    assert memory_limit_holder(tmp_path) == (task.st_dev, task.st_ino)
+    inside = tmp_path / "inside"
+    tree(inside, 8 * GIB, "0::/\n")
+    (inside / "sys/fs").mkdir(parents=True)
+    (inside / "sys/fs/cgroup").symlink_to(root / "job/task")
+    assert memory_limit_holder(inside) == (task.st_dev, task.st_ino)
+    alone = tmp_path / "alone"
+    tree(alone, 8 * GIB, "0::/job\n")
+    assert memory_limit_holder(alone) is None
+    group(alone / "sys/fs/cgroup/job", V2, str(17 * GIB), 0, 0)
+    assert memory_limit_holder(alone) is None
 
 
 @pytest.mark.parametrize(("limit", "left"), [(4 * GIB, 2 * GIB), ((1 << 63) - 4096, 8 * GIB)])

@@ -23,7 +23,7 @@ from ds_fuyou.host.device import HostDevice
 from ds_fuyou.host.memory import PageLocks
 from ds_fuyou.host.threads import usable_cores
 from ds_fuyou.optimizer.host_sums import HostSum, HostSums
-from ds_fuyou.zero.run.budgets import cores_of_rank
+from ds_fuyou.zero.run.neighbours import cores_of_rank
 from tests.harness.small_core import small_core, step
 from tests.unit.test_checksums import LAYOUT
 

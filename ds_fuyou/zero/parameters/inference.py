@@ -51,7 +51,8 @@ from ds_fuyou.zero.parameters.param_swapper import (
     pin_partition,
     stores_of,
 )
-from ds_fuyou.zero.run.budgets import count_local_ranks, local_ranks, planned_host_bytes
+from ds_fuyou.zero.run.budgets import planned_host_bytes
+from ds_fuyou.zero.run.neighbours import count_neighbours, ranks_sharing_memory
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
@@ -264,8 +265,8 @@ def _read_bytes(activation: Activation, stored_bytes: int) -> int:
     if config.plan is not None and config.plan.prefetch_bytes is not None:
         return int(config.plan.prefetch_bytes)
     if config.dram_budget_bytes == "auto":
-        count_local_ranks()
-        return most_prefetch_bytes(int(least(float(available_host_bytes() // local_ranks() * 8 // 10))[0]))
+        count_neighbours()
+        return most_prefetch_bytes(int(least(float(available_host_bytes() // ranks_sharing_memory() * 8 // 10))[0]))
     left = int(least(float(max(0, int(config.dram_budget_bytes) - sum(planned_host_bytes.values()))))[0])
     return max(most_prefetch_bytes(left), min(left // 2, whole_bytes(stored_bytes)))
 

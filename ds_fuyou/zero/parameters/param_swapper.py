@@ -34,7 +34,7 @@ from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.storage.parked import HEAD_BYTES, ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.run.budgets import local_ranks
+from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
 from ds_fuyou.zero.run.striping import parked_space
 
 __all__ = [
@@ -232,7 +232,7 @@ class FuyouParameterSwapper:
         if config.parameters.tier == "cpu" or not self.activation.state_paths:
             return _NO_LIMIT
         budget = config.dram_budget_bytes
-        return (available_host_bytes() // local_ranks() if budget == "auto" else int(budget)) // 4
+        return (available_host_bytes() // ranks_sharing_memory() if budget == "auto" else int(budget)) // 4
 
     def swappable_tensor(self, param: Parameter | None = None, numel: int | None = None) -> bool:
         """Whether a partition built now goes to storage."""

@@ -4,10 +4,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,114 +12,34 @@ from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.host.device import Device
-from ds_fuyou.host.threads import openmp_cores, usable_cores
 from ds_fuyou.log import log_once
-from ds_fuyou.zero.agreement import of_every_rank
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
 
 __all__ = [
     "check_budgets",
-    "cores_of_rank",
-    "count_local_ranks",
     "device_budget",
-    "free_of_rank",
-    "local_ranks",
     "loss_bytes_each",
     "planned_host_bytes",
-    "share_of_cores",
     "unmeasured_room",
 ]
 
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Host memory that the engines of this process have planned, by whoever holds it."""
 
-_counted = 1
 _OF_DEVICE = 0.9
-_LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",  # torchrun and accelerate
-    "LOCAL_SIZE",  # deepspeed
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
-
-
-def local_ranks() -> int:
-    """Ranks of this machine, which share its memory and cores, as the launcher says; where it does not, as many as this
-    rank knows of by its own number. At least as many as :func:`count_local_ranks` found.
-    """
-    return max(_counted, _told_ranks())
-
-
-def count_local_ranks() -> None:
-    """Launchers may be silent, or know their own processes alone: Ray's actors are each told that they are the first, a
-    script under Slurm may start ranks by itself. So they are counted where all meet. A collective.
-    """
-    global _counted
-    here = (os.uname().nodename, _boot())
-    _counted = of_every_rank(here).count(here)
-
-
-def _boot() -> str:
-    """Of this machine: names alone may be those of many (``localhost``)."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-    except OSError:
-        return ""
-
-
-def _told_ranks() -> int:
-    for name in _LOCAL_SIZES:
-        found = re.match(r"[1-9]\d*", os.environ.get(name, ""))
-        if found is not None:
-            return int(found[0])
-    rank = os.environ.get("LOCAL_RANK", "")
-    return int(rank) + 1 if rank.isdigit() else 1
-
-
-def free_of_rank(free: Mapping[str, float], host: str, users: Sequence[tuple[str, Collection[str]]]) -> float:
-    """Of the bytes that are free on the devices of this rank those that others leave it. ``users``: host and devices of
-    every rank.
-    """
-    return sum(
-        num_bytes / sum(where == host and device in devices for where, devices in users)
-        for device, num_bytes in free.items()
-    )
-
-
-def cores_of_rank() -> int:
-    """Cores that this rank may use, at least one."""
-    try:
-        launcher = os.sched_getaffinity(os.getppid())
-    except OSError:  # it has ended
-        launcher = set()
-    own, all_cores = usable_cores(), os.cpu_count() or 1
-    if len(own) == 1 and launcher == own and all_cores > local_ranks() and openmp_cores():
-        log_once(
-            logging.WARNING,
-            f"this rank, and its launcher, may use one core of {all_cores}. If nothing else says so, OpenMP bound the "
-            "launcher, and with it what it starts: unset OMP_PROC_BIND and OMP_PLACES in its environment",
-        )
-    return share_of_cores(own, launcher, local_ranks())
-
-
-def share_of_cores(own: set[int], launcher: set[int], ranks: int) -> int:
-    """Of the cores of this process; all of them where the launcher, which has more, gave each rank some of its own
-    (``deepspeed --bind_cores_to_rank``).
-    """
-    return max(1, len(own) if own < launcher else len(own) // ranks)
 
 
 def check_budgets(config: FuyouConfig) -> None:
-    """Warns where ``dram_budget_bytes`` of all ranks of this machine is more than what is free now: others may give
-    memory back, or the system may end the run when they do not.
+    """Warns where ``dram_budget_bytes`` of all ranks that share this memory is more than what is free now: others may
+    give memory back, or the system may end the run when they do not.
 
     Raises:
         FuyouConfigError: a budget is more than the machine, or a control group of this process, has at all.
     """
     dram, gpu = config.dram_budget_bytes, config.gpu_budget_bytes
     if dram != "auto":
-        ranks = local_ranks()
+        ranks = ranks_sharing_memory()
         needed, total, free = int(dram) * ranks, total_host_bytes(), available_host_bytes()
         if needed > total:
             raise _too_much("dram_budget_bytes", f"{needed} bytes for the {ranks} ranks here", "machine", total)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,7 +40,8 @@ from ds_fuyou.zero.agreement import least, of_every_rank
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.parameters.inference import reads_of_inference
 from ds_fuyou.zero.parameters.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
-from ds_fuyou.zero.run.budgets import check_budgets, cores_of_rank, free_of_rank, local_ranks, planned_host_bytes
+from ds_fuyou.zero.run.budgets import check_budgets, planned_host_bytes
+from ds_fuyou.zero.run.neighbours import cores_of_rank, free_of_rank, machine, ranks_sharing_memory
 
 __all__ = ["RunDesign", "TrainedModel", "design_of", "laid_out"]
 
@@ -158,7 +158,7 @@ class TrainedModel:
                 "device and host share one memory: half of it is planned for the device, activations leave it for "
                 "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
             )
-        free, later = available_host_bytes() // local_ranks(), copied_later_bytes()
+        free, later = available_host_bytes() // ranks_sharing_memory(), copied_later_bytes()
         mine = (max(0, free - later) + in_place) * tenths // 10
         found, most = map(int, least(float(mine), -float(mine)))
         if mine == found and later > free // 10:
@@ -176,8 +176,8 @@ class TrainedModel:
     def storage_budget(self) -> float:
         """Bytes of storage for this rank, the same on every one: the block's, and what is free of its devices."""
         facts = {found.device: float(found.free_bytes) for found in map(probe_path, self.paths)}
-        budget, host = self.activation.config.nvme_budget_bytes, os.uname().nodename
-        free = free_of_rank(facts, host, of_every_rank((host, set(facts))))
+        budget = self.activation.config.nvme_budget_bytes
+        free = free_of_rank(facts, of_every_rank((machine(), set(facts))))
         return least(free if budget == "auto" else min(free, float(budget)))[0]
 
     def plan_input(self) -> PlanInput:

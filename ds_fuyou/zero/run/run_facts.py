@@ -30,7 +30,7 @@ from ds_fuyou.planner.profile import (
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.version import __version__
 from ds_fuyou.zero.agreement import of_rank_0
-from ds_fuyou.zero.run.budgets import cores_of_rank, count_local_ranks, local_ranks
+from ds_fuyou.zero.run.neighbours import cores_of_rank, count_neighbours
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.run.run_design import TrainedModel
 
@@ -66,7 +66,6 @@ class KnownRun:
     machine: str
     model: str
     num_cores: int
-    local_ranks: int
     keeps: bool
     profile: RunProfile | None
 
@@ -99,7 +98,7 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     and partitions, the optimizer, what is done to activations, how much stays gathered, how its modules are set (heads,
     attention implementation, checkpointing), and the versions of what runs it.
     """
-    count_local_ranks()
+    count_neighbours()
     config, device = trained.activation.config, trained.device
     name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
     disks = [_disk(path) for path in trained.paths]
@@ -116,7 +115,7 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     keeps = profile_directory() is not None
     found = load_profile(machine, model) if keeps and current_rank() == 0 else None
     keeps, told = of_rank_0((keeps, found))
-    return KnownRun(machine, model, cores_of_rank(), local_ranks(), keeps, told)
+    return KnownRun(machine, model, cores_of_rank(), keeps, told)
 
 
 def model_settings(model: torch.nn.Module) -> list[object]:

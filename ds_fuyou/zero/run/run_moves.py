@@ -24,6 +24,7 @@ from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import decided_by_rank_0, least
+from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
 from ds_fuyou.zero.run.rank_state import RankState
 
 __all__ = ["RunMoves"]
@@ -71,10 +72,8 @@ class RunMoves:
     ``leave_out``: seconds and work of lanes that a pause took, to be left out of reports.
     """
 
-    def __init__(
-        self, rank_state: RankState, num_local_ranks: int, leave_out: Callable[[float, LaneTimes], None]
-    ) -> None:
-        self._state, self._num_local_ranks, self._leave_out = rank_state, num_local_ranks, leave_out
+    def __init__(self, rank_state: RankState, leave_out: Callable[[float, LaneTimes], None]) -> None:
+        self._state, self._leave_out = rank_state, leave_out
         self._is_refused = dict.fromkeys((*CLASSES, "frozen"), False)  # by storage, to leave
         self._most_states = 1.0  # in host memory, since that became scarce
         self._was_short = False
@@ -269,8 +268,8 @@ class RunMoves:
         return given.numel * sum(getattr(now, name) * bytes_each(given, name, two) for name in leaving)
 
     def _room_bytes(self) -> int:
-        """A rank's part of what this machine has beyond twice the floor; negative where it lacks."""
-        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // self._num_local_ranks
+        """A rank's part of the memory that there is beyond twice the floor; negative where it lacks."""
+        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // ranks_sharing_memory()
 
     def _lacking_bytes(self, grows: int) -> float:
         """What the rank that is worst off needs, where leaving takes ``grows`` bytes by itself."""

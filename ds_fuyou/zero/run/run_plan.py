@@ -149,7 +149,7 @@ class RunPlan:
         self._threads: deque[ThreadSecs] = deque(maxlen=_LAST_STEPS)  # of steps that were compared
         self._kept: RunProfile | None = None  # on rank 0: what the next run finds
         self._is_tried = True  # a step was applied under what was decided of activations
-        self.moves = RunMoves(rank_state, known.local_ranks, leave_out)
+        self.moves = RunMoves(rank_state, leave_out)
         self._at = self._look()
         rank_state.device.reset_peak()  # of building the engine
         self.profile = known.profile

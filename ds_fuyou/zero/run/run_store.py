@@ -26,6 +26,7 @@ from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, most_s
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
 from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
+from ds_fuyou.zero.run.neighbours import machine
 from ds_fuyou.zero.run.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run.run_design import RunDesign, TrainedModel
 from ds_fuyou.zero.run.striping import path_weights
@@ -192,9 +193,9 @@ def _run_id() -> str:
 
 def _bytes_of_others(paths: Sequence[Path], num_bytes: int) -> int:
     """What other ranks will take of the devices that this one uses. A collective."""
-    mine, host = {probe_path(path).device for path in paths}, os.uname().nodename
-    every = of_every_rank((host, mine, num_bytes))
-    return sum(size for where, devices, size in every if where == host and devices & mine) - num_bytes
+    mine, here = {probe_path(path).device for path in paths}, machine()
+    every = of_every_rank((here, mine, num_bytes))
+    return sum(size for where, devices, size in every if where == here and devices & mine) - num_bytes
 
 
 def tell_durability(are_resident: Sequence[bool], num_slots: int, *, is_wanted: bool) -> None:

@@ -16,7 +16,7 @@ from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.parked import ParkedSpace
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import SlotStore
-from ds_fuyou.zero.run.budgets import local_ranks
+from ds_fuyou.zero.run.neighbours import local_ranks
 
 __all__ = ["measured_weights", "parked_space", "path_weights", "shares_of_machine"]
 

@@ -42,6 +42,7 @@ from ds_fuyou.zero.parameters.param_swapper import (
     partition_bytes,
     partition_of,
 )
+from ds_fuyou.zero.run.neighbours import machine
 from ds_fuyou.zero.saving import frozen_base
 from ds_fuyou.zero.saving.background_save import Save, as_storage_error
 from ds_fuyou.zero.saving.checkpoint_state import CheckpointState
@@ -462,7 +463,7 @@ def _require_space(engine: Any, folder: Path, lacks_frozen: bool) -> None:
             num_bytes += sum(map(partition_bytes, frozen))
 
     def where() -> tuple[str, int]:
-        return os.uname().nodename, os.stat(folder).st_dev
+        return machine(), os.stat(folder).st_dev
 
     of_ranks = _of_every_rank(lambda: (where(), num_bytes), os.fspath(folder))
     mine, _ = of_ranks[dist.get_rank()]

@@ -158,8 +158,8 @@ class TrainingState:
             log_once(
                 logging.WARNING,
                 "learning rates change between steps, and the engine has no scheduler: a run that goes on from this "
-                'one\'s files ("resume": "auto") begins with the rates of the last step. Unless the script sets them by '
-                "the number of the step, give deepspeed.initialize the scheduler, or hand its state over as "
+                'one\'s files ("resume": "auto") begins with the rates of the last step. Unless the script sets them '
+                "by the number of the step, give deepspeed.initialize the scheduler, or hand its state over as "
                 "engine.fuyou_client_state before engine.step(), and in a run that resumes load it and step it once, "
                 "as it was behind that step",
             )
