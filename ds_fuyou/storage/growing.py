@@ -92,6 +92,8 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
                     os.fdatasync(file.fd)  # how long it is
             except SyncError as error:
                 message = "making data durable failed while a file grew"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    message += f"; {what_gives_room(error)}"
                 raise DataUnknownError(error.errno or errno.EIO, message, str(file.path)) from error
             except OSError as error:
                 message = f"{needed} more bytes cannot be allocated; {what_gives_room(error)}"

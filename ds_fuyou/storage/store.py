@@ -553,10 +553,14 @@ class SlotStore:
         for run in self._files.runs:
             run.abandon()
 
-    def sync_data(self) -> None:
-        """All that was written to the files is durable. Raises FuyouStorageError: then nothing more is committed."""
+    def require_commits(self) -> None:
+        """Raises FuyouStateError after a failure behind which nothing more can be committed."""
         if self._failure:
             raise FuyouStateError(f"nothing more can be committed after a failure: {self._failure}")
+
+    def sync_data(self) -> None:
+        """All that was written to the files is durable. Raises FuyouStorageError: then nothing more is committed."""
+        self.require_commits()
         for file in self._files.files:
             try:
                 os.fdatasync(file.fd)

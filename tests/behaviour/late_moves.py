@@ -5,15 +5,20 @@ a directory; prints one line of JSON.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from ds_fuyou.errors import FuyouError
+from ds_fuyou.storage import data_file
 from tests.harness.models import TinyGPT, make_batch
 from tests.harness.moving import place_params_in_step, train
 from tests.harness.runner import ds_config
@@ -44,12 +49,14 @@ class Schedule:
     get_last_lr = get_lr
 
 
-def engine_of(share: float, schedule: Schedule | None = None, **more: Any) -> Any:
+def engine_of(
+    share: float, schedule: Schedule | None = None, shares: dict[str, float] | None = None, **more: Any
+) -> Any:
     plan = {
         "chunk_bytes": 65536,
         "staging_bytes": 1 << 20,
         "prefetch_bytes": 1 << 17,
-        "residency": {"parameters": share},
+        "residency": {"parameters": share, **(shares or {})},
     }
     plan |= {"smallest_swapped_bytes": 1024, "activation_bytes": 65536}
     fuyou = {"nvme_path": sys.argv[2], "optimizer": STORAGE, "gradients": STORAGE, "plan": plan, **more}
@@ -152,11 +159,36 @@ def budget() -> dict[str, Any]:
     return {"taken": taken, "placed": placed, "kept": both <= limit, "trains": len(losses)}
 
 
+def refusals() -> dict[str, Any]:
+    """What a move of each class to storage says and raises: without room, and where a file's data may be lost."""
+    found: dict[str, Any] = {}
+    for what, name in (("P16", "place_params"), ("G16", "place_grads"), ("chunks", "move_to")):
+        engine = engine_of(1.0, shares={"optimizer": 0.5, "gradients": 1.0}, optimizer={}, gradients={})
+        state = engine.optimizer.rank_state
+        train(engine, MODEL, 0, 2)
+        state.core.commits.wait()
+        for call, code in (("allocate_blocks", errno.ENOSPC), ("fdatasync", errno.EIO)):
+
+            def fails(*_: Any, error: int = code) -> None:
+                raise OSError(error, os.strerror(error))
+
+            with patch.object(os if call == "fdatasync" else data_file, call, fails):
+                try:
+                    found[f"{what} {call}"] = getattr(state, name)(0.0)
+                except FuyouError as error:
+                    found[f"{what} {call}"] = f"{type(error).__name__}: {error}"
+            if code == errno.ENOSPC:
+                train(engine, MODEL, 2, 3)
+                state.core.commits.wait()
+        engine.destroy()
+    return found
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo")
     name, directory = sys.argv[1], Path(sys.argv[2])
     assert directory.is_dir()
-    found = {each.__name__: each for each in (gathered, records, inference, budget)}[name]()
+    found = {each.__name__: each for each in (gathered, records, inference, budget, refusals)}[name]()
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 

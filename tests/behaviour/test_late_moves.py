@@ -39,3 +39,15 @@ def test_what_moves_to_storage_leaves_swapped_activations_their_part_of_the_budg
     (found,) = run("budget", tmp_path / "swap", script="late_moves.py")
     assert found == {"taken": [True, True], "placed": False, "kept": True, "trains": 2}
     assert "which may be used: nvme_budget_bytes" in (tmp_path / "log0").read_text()
+
+
+def test_a_move_that_leaves_files_unknown_ends_the_run_and_one_without_room_does_not(tmp_path: Path) -> None:
+    """It would end at the next commit, behind a log that says that training goes on."""
+    (found,) = run("refusals", tmp_path / "swap", script="late_moves.py")
+    failed = "nothing more can be committed after a failure: making data durable failed while a file grew"
+    for what in ("P16", "G16", "chunks"):
+        assert found[f"{what} allocate_blocks"] is False
+        assert failed in found[f"{what} fdatasync"]
+    said = (tmp_path / "log0").read_text()
+    for what in ("P16 stays where it is", "G16 stays where it is", "chunks stay where they are"):
+        assert said.count(f"{what}, training goes on") == 1

@@ -319,17 +319,17 @@ class RankState:
         if step_bytes is None:
             num_bytes = sum(self.core.place.state_spec(chunk).num_bytes for chunk in self.layout.chunks)
             step_bytes = max(_LEAST_MOVED_A_STEP, num_bytes // _MOST_STEPS_OF_A_MOVE)
-        refused = False
+        refusal: FuyouError | None = None
         try:
             mover.move_to(states, step_bytes, self._storage_budget_bytes, room)
         except (FuyouMemoryError, FuyouStorageError) as error:
-            refused = True
-            logger.warning("chunks stay where they are, training goes on: %s", error)
-        if least(float(not refused))[0]:
+            refusal = error
+        if least(float(refusal is None))[0]:
             if dist.get_rank() == 0:
                 tell_durability(states, self.core.options.num_slots, is_wanted=config.relies_on_slots)
             return True
         mover.stop()
+        self._goes_on("chunks stay where they are", refusal)
         return False
 
     @property
@@ -356,11 +356,11 @@ class RankState:
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         self.core.commits.wait()
         least(1.0)  # on all ranks: while it moves no record stands, and one of them may be killed before it begins
-        move: ParamMove | None = None
+        move, refusal = None, None
         try:
             move = ParamMove(self.core, params, self._storage_budget_bytes, num_versions)
         except FuyouError as error:
-            logger.warning("P16 stays where it is, training goes on: %s", error)
+            refusal = error
         is_agreed = False
         try:
             is_agreed = bool(least(float(move is not None))[0])
@@ -368,7 +368,7 @@ class RankState:
             if move is not None and not is_agreed:
                 move.give_up()
         if move is None or not is_agreed:
-            self.core.check()  # no step may be committed any more
+            self._goes_on("P16 stays where it is", refusal)
             return False
         try:
             self.device.synchronize()  # nothing is copied from memory that goes
@@ -444,17 +444,29 @@ class RankState:
         if a rank has no room, which is told: then it stays on all.
         """
         core = self.core
-        refused, before = False, core.grad_mover.target
+        refusal, before = None, core.grad_mover.target
         try:
             grads = ChunkResidency.of_shares(self.layout, 0.0, 0.0, share).grads
             core.grad_mover.move_to(grads, self._storage_budget_bytes)
         except FuyouError as error:
-            refused = True
-            logger.warning("G16 stays where it is, training goes on: %s", error)
-        if least(float(not refused))[0]:
+            refusal = error
+        if least(float(refusal is None))[0]:
             return True
         core.grad_mover.undo(before)
+        self._goes_on("G16 stays where it is", refusal)
         return False
+
+    def _goes_on(self, what_stays: str, refusal: FuyouError | None) -> None:
+        """Nothing moves, on any rank, and on this one because of ``refusal``.
+
+        Raises:
+            FuyouStateError, or what a worker met: no step can be committed any more.
+        """
+        self.core.check()
+        if self.store is not None:
+            self.store.require_commits()
+        if refusal is not None:
+            logger.warning("%s, training goes on: %s", what_stays, refusal)
 
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""
