@@ -135,8 +135,9 @@ class Committer:
         what is committed next is another edition. Raises FuyouStorageError.
         """
         if not self.is_withdrawn:
+            last = self._store.last_commit()  # also where Ctrl-C ended this before
+            self._edition = (self._edition if last is None else int(str(last.meta["edition"]))) + replaces
             self._store.withdraw()
-            self._edition += replaces
 
     def forget_params(self) -> None:
         """Before P16 that a commit names is edited in place: from then on it is what it is, and is not compared by a

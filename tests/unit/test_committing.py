@@ -133,6 +133,31 @@ def test_a_withdrawal_that_was_interrupted_is_made_again(tmp_path: Path) -> None
         assert (core.commits.is_withdrawn, commits_in(directory)) == (True, [])
 
 
+@pytest.mark.parametrize("ends_behind", [False, True])
+def test_what_is_committed_behind_a_withdrawal_that_was_interrupted_is_the_next_edition(
+    ends_behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever Ctrl-C came: of several ranks those of another edition are of another state."""
+    with small_core(tmp_path, LAYOUT, keep=True) as core:
+        assert core.store is not None
+        step(core, 1)
+        core.commits.wait()
+        withdraw = core.store.withdraw
+
+        def interrupted() -> None:
+            if ends_behind:
+                withdraw()
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(core.store, "withdraw", interrupted)
+            core.commits.withdraw()
+        core.commits.withdraw()
+        core.commits.now()
+        (commit,) = core.store.commits()
+        assert commit.meta["edition"] == 1
+
+
 @pytest.mark.parametrize("what", ["now", "withdraw"])
 def test_behind_an_interrupted_record_the_next_step_begins_with_one(what: str, tmp_path: Path) -> None:
     """And its updates do not wait for one for ever."""
