@@ -177,7 +177,7 @@ class GradientIntake:
         self._in_flight.popleft()
         if one.added_secs:
             self.added = (self.added[0] + one.added_secs, self.added[1] + one.numel)
-        if one.squares is not None:
+        if one.squares is not None and self._num_in_flight[span.index] == 1:  # nothing was added since
             self.norms.take_sum(span.index, one.squares, span.numel)
         self._num_in_flight[span.index] -= 1
         if not self._num_in_flight[span.index]:

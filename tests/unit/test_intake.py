@@ -125,6 +125,22 @@ def test_a_chunk_is_complete_when_its_copies_have_ended(taken: Taken) -> None:
     assert [event.num_waits for event in events] == [0, 0, 0]
 
 
+@pytest.mark.parametrize("last", [True, False])
+def test_what_is_added_behind_the_last_micro_batch_leaves_no_norm_of_before(last: bool, taken: Taken) -> None:
+    """A script may say that a micro-batch is the last one, and then have another, while sums are on their way."""
+    intake = taken.intake
+    for value, is_last in ((1.0, False), (2.0, True), (4.0, last)):
+        intake.add([(A, values(A.numel, value))], last=is_last)
+        intake.end_micro_batch()
+    for event in taken.device.events:
+        event.passed.set()
+    intake.close_window()
+    assert (A.index in intake.norms) == last, "else it is taken of what there is, when it is asked for"
+    intake.take_missing_norms(lambda span: [piece.values for piece in taken.memory.pieces(span)])
+    norm = intake.norms.settle([A.index], lambda index: taken.memory.values(LAYOUT.params[index])[0])[A.index]
+    assert float(norm) == pytest.approx(7.0 * A.numel**0.5, rel=1e-15)
+
+
 def test_a_further_micro_batch_is_added_behind_its_copy(taken: Taken) -> None:
     """Nothing waits for it but the end of the window; its norm is of the sum."""
     intake, events = taken.intake, taken.device.events
