@@ -17,7 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["AUTO_TENTHS", "available_host_bytes", "copied_later_bytes", "memory_limit_holder", "total_host_bytes"]
+__all__ = [
+    "AUTO_TENTHS",
+    "MemoryLimit",
+    "available_host_bytes",
+    "copied_later_bytes",
+    "memory_limits",
+    "total_host_bytes",
+]
 
 AUTO_TENTHS = 8
 """Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
@@ -27,26 +34,42 @@ _MAPPED = {"": "file_mapped", "total_": "mapped_file"}  # each version's name fo
 _BLOCK_BYTES = 128  # of Python's heap, with what lies around it; a collection was seen to copy 66 for each
 
 
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Of host memory that some processes share.
+
+    Attributes:
+        holder: names the control group, the same for every process in it, whatever its container calls it. None: the
+            machine.
+        num_bytes: of all processes together.
+        free_bytes: what they may still take.
+    """
+
+    holder: tuple[int, int] | None
+    num_bytes: int
+    free_bytes: int
+
+
+def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
+    """All that hold for this process. ``root`` stands before /proc and /sys."""
+    found = []
+    for group in _groups(root):
+        folder = group.folder.stat()
+        found.append(MemoryLimit((folder.st_dev, folder.st_ino), group.limit, group.limit - group.used))
+    total = _meminfo(root, "MemTotal")
+    if any(limit.num_bytes == total for limit in found):  # a container's /proc shows its group (LXCFS)
+        return found
+    return [*found, MemoryLimit(None, total, _meminfo(root, "MemAvailable"))]
+
+
 def available_host_bytes(root: Path = Path("/")) -> int:
-    """Bytes that can be had without swapping. ``root`` stands before /proc and /sys."""
-    left = [group.limit - group.used for group in _groups(root)]
-    return max(0, min([_meminfo(root, "MemAvailable"), *left]))
+    """Bytes that can be had without swapping."""
+    return max(0, min(limit.free_bytes for limit in memory_limits(root)))
 
 
 def total_host_bytes(root: Path = Path("/")) -> int:
     """Bytes that this process could have if nobody else had any."""
-    return min([_meminfo(root, "MemTotal"), *(group.limit for group in _groups(root))])
-
-
-def memory_limit_holder(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Names the control group whose limit is the tightest, the same for every process in it, whatever its container
-    calls it; None where the machine's memory is the limit.
-    """
-    tightest = min(_groups(root), key=lambda group: group.limit, default=None)
-    if tightest is None or tightest.limit >= _meminfo(root, "MemTotal"):
-        return None
-    found = tightest.folder.stat()
-    return found.st_dev, found.st_ino
+    return min(limit.num_bytes for limit in memory_limits(root))
 
 
 def copied_later_bytes(root: Path = Path("/")) -> int:

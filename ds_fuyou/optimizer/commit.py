@@ -136,7 +136,8 @@ class Committer:
         """
         if not self.is_withdrawn:
             last = self._store.last_commit()  # also where Ctrl-C ended this before
-            self._edition = (self._edition if last is None else int(str(last.meta["edition"]))) + replaces
+            if last is not None:  # else a record of this edition was being written
+                self._edition = int(str(last.meta["edition"])) + replaces
             self._store.withdraw()
 
     def forget_params(self) -> None:

@@ -57,6 +57,7 @@ _LATEST = 2**40  # seconds; what the calendar of every platform still has
 _VERSIONS = {COMMIT_NAME: (1, 2)}  # that can be read, the last one is written; 1 of every other name
 _HEADER_BYTES = 160  # at most
 _SPARE_BYTES = 64 << 10
+_NO_BOOT_ID = "unknown"
 _NO_DESCRIPTOR_SECS = 5.0  # that a record waits for one
 
 
@@ -75,11 +76,11 @@ class ProcessMark:
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        return cls(os.getpid(), _start_ticks(os.getpid()), boot_id(), os.uname().nodename)
+        return cls(os.getpid(), _start_ticks(os.getpid()), boot_id() or _NO_BOOT_ID, os.uname().nodename)
 
     def is_alive(self) -> bool:
         """False too when it ran on another host or before a reboot."""
-        return self.boot_id == boot_id() and self.start_ticks == _start_ticks(self.pid) != 0
+        return self.boot_id == (boot_id() or _NO_BOOT_ID) and self.start_ticks == _start_ticks(self.pid) != 0
 
 
 @dataclass(frozen=True)

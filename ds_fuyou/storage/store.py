@@ -553,8 +553,13 @@ class SlotStore:
         for run in self._files.runs:
             run.abandon()
 
+    @property
+    def may_commit(self) -> bool:
+        """False after a failure behind which nothing more can be committed."""
+        return not self._failure
+
     def require_commits(self) -> None:
-        """Raises FuyouStateError after a failure behind which nothing more can be committed."""
+        """Raises FuyouStateError where :attr:`may_commit` is false."""
         if self._failure:
             raise FuyouStateError(f"nothing more can be committed after a failure: {self._failure}")
 

@@ -473,7 +473,7 @@ def unlike(swap: str) -> dict[str, Any]:
         return [name for name, p in model.named_parameters() if str(p.ds_tensor.final_location).endswith("nvme")]
 
     free = [800_000, 400_000][torch.distributed.get_rank()]
-    param_swapper.available_host_bytes = lambda: free
+    param_swapper.free_memory_of_rank = lambda: free // 2
     config = config_of(swap, "all", parameters={"tier": "auto"})
     config["zero_optimization"] = {"stage": 3}
     model = model_in({"config_dict_or_path": config})
@@ -514,7 +514,7 @@ def ahead(swap: str) -> dict[str, Any]:
 
 def budget(swap: str) -> dict[str, Any]:
     """What a model's partitions take while an engine is built is counted as free."""
-    run_design.available_host_bytes = lambda: 50_000_000
+    run_design.free_memory_of_rank = lambda: 50_000_000
     run_design.copied_later_bytes = lambda: 0
     found = {}
     for tiers in ("all", "states"):

@@ -146,7 +146,7 @@ def test_a_frozen_base_that_leaves_gives_back_its_locks(
         with monkeypatch.context() as patch:
             for index, batch in enumerate(batches(6)):
                 if index == scarce_at:
-                    patch.setattr(run_moves, "available_host_bytes", lambda: 0)
+                    patch.setattr(run_moves, "free_memory_of_rank", lambda: 0)
                 losses.append(train(engine, batch).item())
         state = engine.optimizer.rank_state
         held = state.frozen_bytes()

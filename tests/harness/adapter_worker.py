@@ -105,7 +105,7 @@ class Run:
     def scarce(self, rank: int) -> None:
         """From here on this rank's machine has nothing left."""
         if self.rank == rank:
-            run_moves.available_host_bytes = lambda: 0
+            run_moves.free_memory_of_rank = lambda: 0
 
     def roomy(self, dram_budget_bytes: int) -> None:
         """From here on there is so much of it, before storage that bounds a step."""

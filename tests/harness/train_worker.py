@@ -130,7 +130,7 @@ def build_engine(case: dict):
     if "free_bytes" in case:  # as if every rank found its own amount of free host memory
         from ds_fuyou.zero.run import run_design
 
-        run_design.available_host_bytes = lambda: case["free_bytes"][torch.distributed.get_rank()]
+        run_design.free_memory_of_rank = lambda: case["free_bytes"][torch.distributed.get_rank()] // 2
         run_design.copied_later_bytes = lambda: 0
     with deepspeed.zero.Init(config_dict_or_path=case["config"], enabled=case.get("zero_init", False)):
         model = build_model(case["model"])

@@ -120,7 +120,7 @@ def moves_of_all() -> dict[str, object]:
     plan.moves.move(read_often(measured))
     found["losses"] += train(engine, MODEL, 13, 17)
     look()
-    run_moves.available_host_bytes = lambda: 4096
+    run_moves.free_memory_of_rank = lambda: 4096
     found["losses"] += train(engine, MODEL, 17, 24)
     look()
     found["watched"] = plan.prediction is not None

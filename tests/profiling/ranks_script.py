@@ -66,8 +66,8 @@ def main() -> None:
     found["causes"] = [finding.cause.name for finding in plan.findings]
     found["shares"].append(state.plan.residency.optimizer)
     if rank == 1:
-        little = int(run_moves._FLOOR * run_moves.total_host_bytes()) - 1
-        run_moves.available_host_bytes = lambda: little
+        little = int(run_moves._FLOOR * run_moves.memory_of_rank()) - 1
+        run_moves.free_memory_of_rank = lambda: little
     steps(4)
     state.core.wait_all()
     found["shares"].append(state.plan.residency.optimizer)

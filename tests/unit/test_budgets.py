@@ -29,7 +29,7 @@ def test_more_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
         check_budgets(FuyouConfig(dram_budget_bytes=total + 1))
     with monkeypatch.context() as three:
         three.setenv("LOCAL_SIZE", "3")
-        with pytest.raises(FuyouConfigError, match="for the 3 ranks here"):
+        with pytest.raises(FuyouConfigError, match="for each of 3 ranks has"):
             check_budgets(FuyouConfig(dram_budget_bytes=total // 2))
     with pytest.raises(
         FuyouConfigError, match=r"fuyou\.gpu_budget_bytes must not exceed .* the device has \d+; lower it"
@@ -74,7 +74,7 @@ def test_the_rank_with_far_less_memory_than_another_says_so(
         return [min(value, sign * of_another) for value, sign in zip(values, (1, -1), strict=True)]
 
     monkeypatch.setattr(run_design, "least", least)
-    monkeypatch.setattr(run_design, "available_host_bytes", lambda: free * MIB)
+    monkeypatch.setattr(run_design, "free_memory_of_rank", lambda: free * MIB)
     monkeypatch.setattr(run_design, "copied_later_bytes", lambda: 0)
     config = SimpleNamespace(dram_budget_bytes="auto")
     model: Any = SimpleNamespace(

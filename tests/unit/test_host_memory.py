@@ -14,9 +14,10 @@ import pytest
 from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host import memory
 from ds_fuyou.host.available_memory import (
+    MemoryLimit,
     available_host_bytes,
     copied_later_bytes,
-    memory_limit_holder,
+    memory_limits,
     total_host_bytes,
 )
 from ds_fuyou.host.memory import PAGE_BYTES, HostPool, aligned_tensor, bring_in_pages, resident_bytes
@@ -65,26 +66,23 @@ def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) 
     assert total_host_bytes(tmp_path) == 6 * GIB
 
 
-def test_the_group_of_the_tightest_limit_is_named_alike_wherever_it_is_seen(tmp_path: Path) -> None:
-    """A container sees its own group as the root of all; one limit that is above what the machine has is none."""
+def test_limits_are_named_alike_wherever_they_are_seen(tmp_path: Path) -> None:
+    """A container sees its own group as the root of all."""
     tree(tmp_path, 8 * GIB, "0::/job/task\n")
     root = tmp_path / "sys/fs/cgroup"
     group(root / "job", V2, str(6 * GIB), 0, 0)
-    job = os.stat(root / "job")
-    assert memory_limit_holder(tmp_path) == (job.st_dev, job.st_ino)
-    group(root / "job/task", V2, str(5 * GIB), 0, 0)
-    task = os.stat(root / "job/task")
-    assert memory_limit_holder(tmp_path) == (task.st_dev, task.st_ino)
+    group(root / "job/task", V2, str(5 * GIB), GIB, 0)
+    job, task = os.stat(root / "job"), os.stat(root / "job/task")
+    own = MemoryLimit((task.st_dev, task.st_ino), 5 * GIB, 4 * GIB)
+    machine = MemoryLimit(None, 16 * GIB, 8 * GIB)
+    assert memory_limits(tmp_path) == [own, MemoryLimit((job.st_dev, job.st_ino), 6 * GIB, 6 * GIB), machine]
     inside = tmp_path / "inside"
     tree(inside, 8 * GIB, "0::/\n")
     (inside / "sys/fs").mkdir(parents=True)
     (inside / "sys/fs/cgroup").symlink_to(root / "job/task")
-    assert memory_limit_holder(inside) == (task.st_dev, task.st_ino)
-    alone = tmp_path / "alone"
-    tree(alone, 8 * GIB, "0::/job\n")
-    assert memory_limit_holder(alone) is None
-    group(alone / "sys/fs/cgroup/job", V2, str(17 * GIB), 0, 0)
-    assert memory_limit_holder(alone) is None
+    assert memory_limits(inside) == [own, machine]
+    (inside / "proc/meminfo").write_text(f"MemTotal: {5 * GIB // 1024} kB\nMemAvailable: {2 * GIB // 1024} kB\n")
+    assert memory_limits(inside) == [own], "what /proc shows is the group's"
 
 
 @pytest.mark.parametrize(("limit", "left"), [(4 * GIB, 2 * GIB), ((1 << 63) - 4096, 8 * GIB)])

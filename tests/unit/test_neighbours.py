@@ -8,19 +8,21 @@ from collections.abc import Sequence
 
 import pytest
 
+from ds_fuyou.host.available_memory import MemoryLimit
 from ds_fuyou.zero.run import neighbours
 from ds_fuyou.zero.run.neighbours import (
     Neighbours,
     cores_of_rank,
     count_neighbours,
+    free_memory_of_rank,
     free_of_rank,
     local_ranks,
     machine,
-    ranks_sharing_memory,
+    memory_of_rank,
     share_of_cores,
 )
 
-HERE, LIMIT = machine(), (7, 7)
+HERE = machine()
 
 pytestmark = pytest.mark.usefixtures("untold")
 
@@ -30,13 +32,27 @@ def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "_counted", Neighbours())
 
 
+def limit(holder: tuple[int, int] | None, gib: int, free: int | None = None) -> MemoryLimit:
+    return MemoryLimit(holder, gib << 30, (gib if free is None else free) << 30)
+
+
+MACHINE = limit(None, 128)
+
+
 def count_beside(
-    monkeypatch: pytest.MonkeyPatch, ranks: Sequence[object], limit: tuple[int, int] | None = LIMIT
+    monkeypatch: pytest.MonkeyPatch,
+    others: Sequence[tuple[str, list[MemoryLimit], set[int]]],
+    limits: Sequence[MemoryLimit] = (MACHINE,),
 ) -> None:
-    """``ranks``: what they tell, the first of them for this one."""
-    monkeypatch.setattr(neighbours, "memory_limit_holder", lambda: limit)
-    monkeypatch.setattr(neighbours, "of_every_rank", lambda mine: [*ranks])
+    """``others``: machine, limits and cores of the other ranks."""
+    theirs = [(where, [one.holder for one in found], cores) for where, found, cores in others]
+    monkeypatch.setattr(neighbours, "memory_limits", lambda: [*limits])
+    monkeypatch.setattr(neighbours, "of_every_rank", lambda mine: [mine, *theirs])
     count_neighbours()
+
+
+def parts_gib() -> tuple[int, int]:
+    return memory_of_rank() >> 30, free_memory_of_rank() >> 30
 
 
 @pytest.mark.parametrize(
@@ -63,36 +79,54 @@ def test_ranks_that_no_launcher_counts_are_counted(variables: dict[str, str], mo
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(neighbours, "usable_cores", lambda: {0, 1, 2, 3})
-    count_beside(monkeypatch, [(HERE, LIMIT, {0, 1, 2, 3}), (HERE, LIMIT, {0, 1, 2, 3}), ("there", LIMIT, {0, 1})])
-    assert (local_ranks(), ranks_sharing_memory(), cores_of_rank()) == (2, 2, 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert (local_ranks(), ranks_sharing_memory()) == (3, 3), "and one that knows more is believed"
+    count_beside(monkeypatch, [(HERE, [MACHINE], {0, 1, 2, 3}), ("there", [MACHINE], {0, 1})])
+    assert (local_ranks(), parts_gib(), cores_of_rank()) == (2, (64, 64), 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert (local_ranks(), parts_gib()) == (4, (32, 32)), "and one that knows more is believed"
 
 
-def test_containers_with_limits_and_cores_of_their_own_share_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One machine, one network, three containers; the third has no limit of memory, and the first one's cores."""
-    monkeypatch.setattr(neighbours, "usable_cores", lambda: {0, 1})
-    count_beside(monkeypatch, [(HERE, (1, 2), {0, 1}), (HERE, (1, 3), {2, 3}), (HERE, None, {0, 1})], (1, 2))
-    assert (local_ranks(), ranks_sharing_memory(), cores_of_rank()) == (3, 1, 1)
-    count_beside(monkeypatch, [(HERE, (1, 2), {2, 3}), (HERE, None, {0, 1})], None)
-    assert (local_ranks(), ranks_sharing_memory(), cores_of_rank()) == (2, 1, 2)
+@pytest.mark.parametrize(
+    ("own", "others", "parts"),
+    [
+        ([limit((1, 2), 60, 50)], [[limit((1, 3), 60)]], (60, 50)),
+        ([limit((1, 2), 100)], [[limit((1, number), 100)] for number in (3, 4, 5)], (32, 32)),
+        ([limit((1, 2), 100, 90)], [[]], (64, 64)),
+        ([], [[limit((1, 2), 100)]], (64, 64)),
+        ([limit((1, 2), 90), limit((1, 1), 100)], [[limit((1, 3), 60), limit((1, 1), 100)]], (50, 50)),
+        ([limit((1, 2), 120), limit((1, 1), 120)], [[limit((1, 3), 120), limit((1, 1), 120)]] * 3, (30, 30)),
+    ],
+    ids=["apart", "more than there is", "one unlimited", "the other", "a pod", "steps of a job"],
+)
+def test_memory_is_shared_in_every_limit_that_holds(
+    own: list[MemoryLimit], others: list[list[MemoryLimit]], parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of control groups, of those around them, and of the machine: each by the ranks that are in it."""
+    count_beside(monkeypatch, [(HERE, [*found, MACHINE], {0}) for found in others], [*own, MACHINE])
+    assert parts_gib() == parts
 
 
-def test_cores_that_a_launcher_bound_are_not_divided_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a shell stands between, which has no more than its rank."""
+def test_a_core_is_shared_by_the_ranks_that_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of it where a launcher bound each rank to its own, also where a shell stands between."""
     monkeypatch.setenv("LOCAL_SIZE", "2")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(neighbours, "openmp_cores", set)
+    monkeypatch.setattr(neighbours, "usable_cores", lambda: {0, 1})
     assert cores_of_rank() == 1, "nobody has asked the other one"
-    count_beside(monkeypatch, [(HERE, LIMIT, {0, 1}), (HERE, LIMIT, {2, 3})])
-    assert (cores_of_rank(), ranks_sharing_memory()) == (2, 2)
+    count_beside(monkeypatch, [(HERE, [MACHINE], {2, 3})])
+    assert cores_of_rank() == 2
+    monkeypatch.setattr(neighbours, "usable_cores", lambda: set(range(16)))
+    count_beside(monkeypatch, [(HERE, [MACHINE], {14, 15})])
+    assert cores_of_rank() == 15
+    count_beside(monkeypatch, [(HERE, [MACHINE], set(range(16)))] * 31)
+    assert cores_of_rank() == 1
 
 
 def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> None:
-    machine = set(range(16))
-    assert share_of_cores(machine, machine, 4) == 4
-    assert share_of_cores({0, 1, 2, 3}, machine, 4) == 4
+    every = set(range(16))
+    assert share_of_cores(every, every, 4) == 4
+    assert share_of_cores({0, 1, 2, 3}, every, 4) == 4
     assert share_of_cores({0, 1}, {0, 1}, 4) == 1
-    assert share_of_cores(machine, set(), 2) == 8, "the launcher has ended"
+    assert share_of_cores(every, set(), 2) == 8, "the launcher has ended"
     assert cores_of_rank() >= 1
 
 
@@ -102,6 +136,7 @@ def test_one_core_that_the_launcher_was_bound_to_is_told(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(neighbours, "usable_cores", lambda: {0})
+    monkeypatch.setattr(neighbours, "openmp_cores", set)
     assert cores_of_rank() == 1
     assert not said, "a container of one core is none of OpenMP's doing"
     monkeypatch.setattr(neighbours, "openmp_cores", lambda: {0})

@@ -412,8 +412,9 @@ def test_a_scheduler_that_the_script_steps_itself_is_told_of(
     assert [("scheduler" in record.getMessage()) for record in caplog.records] == [True] * told
 
 
-def test_rates_that_a_run_goes_on_with_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of a checkpoint, and of a script that hands its scheduler over."""
+def test_rates_of_a_checkpoint_are_not_warned_of_nor_what_a_script_may_have_handed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run = Run(scheduler=False)
     group = run.stock.optimizer.param_groups[0]
     with heard(caplog):
@@ -421,10 +422,10 @@ def test_rates_that_a_run_goes_on_with_are_not_told_of(caplog: pytest.LogCapture
         group["lr"] = 0.5
         run.state.loaded_over(run.engine)
         run.state.step_begins(run.engine)
-        for rate in (0.4, 0.3):
-            group["lr"], run.engine.fuyou_client_state = rate, {"scheduler": rate}
-            run.state.step_begins(run.engine)
-    assert not caplog.records
+        assert not caplog.records
+        group["lr"], run.engine.fuyou_client_state = 0.4, {"epoch": 1}
+        run.state.step_begins(run.engine)
+    assert [record.levelno for record in caplog.records] == [logging.INFO]
 
 
 def test_micro_batches_are_counted_by_the_accumulation_of_now() -> None:

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.errors import FuyouMemoryError, FuyouStateError
-from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.device import Device, failure_of
 from ds_fuyou.host.memory import HeapGuard, PageLocks
 from ds_fuyou.host.run_ahead import run_ahead
@@ -52,7 +51,7 @@ from ds_fuyou.zero.parameters.param_swapper import (
     stores_of,
 )
 from ds_fuyou.zero.run.budgets import planned_host_bytes
-from ds_fuyou.zero.run.neighbours import count_neighbours, ranks_sharing_memory
+from ds_fuyou.zero.run.neighbours import count_neighbours, free_memory_of_rank
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
@@ -266,7 +265,7 @@ def _read_bytes(activation: Activation, stored_bytes: int) -> int:
         return int(config.plan.prefetch_bytes)
     if config.dram_budget_bytes == "auto":
         count_neighbours()
-        return most_prefetch_bytes(int(least(float(available_host_bytes() // ranks_sharing_memory() * 8 // 10))[0]))
+        return most_prefetch_bytes(int(least(float(free_memory_of_rank() * 8 // 10))[0]))
     left = int(least(float(max(0, int(config.dram_budget_bytes) - sum(planned_host_bytes.values()))))[0])
     return max(most_prefetch_bytes(left), min(left // 2, whole_bytes(stored_bytes)))
 

@@ -26,7 +26,6 @@ from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
 from ds_fuyou.errors import FuyouStateError
-from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.memory import HeapGuard, PageLocks, aligned_tensor, normal_tensors, round_up_to_page
 from ds_fuyou.optimizer.layout import own_numel
 from ds_fuyou.parameters.partition import Partition, Presence, Source
@@ -34,7 +33,7 @@ from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.storage.parked import HEAD_BYTES, ParkedValues
 from ds_fuyou.zero.agreement import least
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
+from ds_fuyou.zero.run.neighbours import free_memory_of_rank
 from ds_fuyou.zero.run.striping import parked_space
 
 __all__ = [
@@ -232,7 +231,7 @@ class FuyouParameterSwapper:
         if config.parameters.tier == "cpu" or not self.activation.state_paths:
             return _NO_LIMIT
         budget = config.dram_budget_bytes
-        return (available_host_bytes() // ranks_sharing_memory() if budget == "auto" else int(budget)) // 4
+        return (free_memory_of_rank() if budget == "auto" else int(budget)) // 4
 
     def swappable_tensor(self, param: Parameter | None = None, numel: int | None = None) -> bool:
         """Whether a partition built now goes to storage."""

@@ -10,11 +10,11 @@ import torch
 
 from ds_fuyou.config import FuyouConfig
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.host.available_memory import total_host_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
 from ds_fuyou.zero.device import rank_device
-from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
+from ds_fuyou.zero.run.neighbours import free_memory_of_rank, local_ranks, memory_of_rank
 
 __all__ = [
     "check_budgets",
@@ -31,23 +31,24 @@ _OF_DEVICE = 0.9
 
 
 def check_budgets(config: FuyouConfig) -> None:
-    """Warns where ``dram_budget_bytes`` of all ranks that share this memory is more than what is free now: others may
-    give memory back, or the system may end the run when they do not.
+    """Warns where ``dram_budget_bytes`` is more than this rank's part of what is free now: others may give memory
+    back, or the system may end the run when they do not.
 
     Raises:
         FuyouConfigError: a budget is more than the machine, or a control group of this process, has at all.
     """
     dram, gpu = config.dram_budget_bytes, config.gpu_budget_bytes
     if dram != "auto":
-        ranks = ranks_sharing_memory()
-        needed, total, free = int(dram) * ranks, total_host_bytes(), available_host_bytes()
-        if needed > total:
-            raise _too_much("dram_budget_bytes", f"{needed} bytes for the {ranks} ranks here", "machine", total)
-        if needed > free:
+        total, free = memory_of_rank(), free_memory_of_rank()
+        if int(dram) > total:
+            ranks = local_ranks()
+            where = "machine" if ranks == 1 else f"machine, or its control group, for each of {ranks} ranks"
+            raise _too_much("dram_budget_bytes", f"{dram} bytes", where, total)
+        if int(dram) > free:
             log_once(
                 logging.WARNING,
-                f"fuyou.dram_budget_bytes asks for {needed} bytes for the {ranks} ranks here, {free} are free "
-                f"now; if the others do not give memory back, the system may end the run. Lower it, or end them",
+                f"fuyou.dram_budget_bytes asks for {dram} bytes, {free} are free now for this rank, of {local_ranks()} "
+                f"here; if others do not give memory back, the system may end the run. Lower it, or end them",
             )
     for name in ("staging_bytes", "prefetch_bytes", "activation_bytes"):
         wanted = getattr(config.plan, name, None)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ds_fuyou.host.available_memory import memory_limit_holder
+from ds_fuyou.host.available_memory import MemoryLimit, memory_limits
 from ds_fuyou.host.threads import openmp_cores, usable_cores
 from ds_fuyou.log import log_once
 from ds_fuyou.storage.records import boot_id
@@ -19,10 +20,11 @@ __all__ = [
     "Neighbours",
     "cores_of_rank",
     "count_neighbours",
+    "free_memory_of_rank",
     "free_of_rank",
     "local_ranks",
     "machine",
-    "ranks_sharing_memory",
+    "memory_of_rank",
     "share_of_cores",
 ]
 
@@ -37,13 +39,17 @@ _LOCAL_SIZES = (
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Ranks, with this one: on this machine, of those in the same limit of host memory, and of those with a core of
-    this one's.
+    """Ranks, with this one, by what they share.
+
+    Attributes:
+        on_machine: all of this machine.
+        in_groups: by the holder of a limit of host memory, of those that hold for this rank.
+        on_cores: by core, of those that this rank may use.
     """
 
     on_machine: int = 1
-    in_memory: int = 1
-    on_cores: int = 1
+    in_groups: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    on_cores: Mapping[int, int] = field(default_factory=dict)
 
 
 _counted = Neighbours()
@@ -62,13 +68,10 @@ def count_neighbours() -> None:
     meet. A collective.
     """
     global _counted
-    mine = machine(), memory_limit_holder(), usable_cores()
+    mine = machine(), [limit.holder for limit in memory_limits()], usable_cores()
     here = [one for one in of_every_rank(mine) if one[0] == mine[0]]
-    _counted = Neighbours(
-        len(here),
-        sum(holder == mine[1] for _, holder, _ in here),
-        sum(not cores.isdisjoint(mine[2]) for *_, cores in here),
-    )
+    in_groups = Counter(holder for _, holders, _ in here for holder in holders if holder is not None)
+    _counted = Neighbours(len(here), in_groups, Counter(core for _, _, cores in here for core in cores))
 
 
 def local_ranks() -> int:
@@ -76,9 +79,20 @@ def local_ranks() -> int:
     return max(_counted.on_machine, _told_ranks())
 
 
-def ranks_sharing_memory() -> int:
-    """Ranks, with this one, that what is free of host memory is for."""
-    return _counted.in_memory if _counts_all() else _told_ranks()
+def free_memory_of_rank() -> int:
+    """Of the bytes that are free where this rank is, in all limits that hold for it, those that others leave it."""
+    return max(0, min(limit.free_bytes // _num_in(limit) for limit in memory_limits()))
+
+
+def memory_of_rank() -> int:
+    """As :func:`free_memory_of_rank`, of all bytes."""
+    return min(limit.num_bytes // _num_in(limit) for limit in memory_limits())
+
+
+def _num_in(limit: MemoryLimit) -> int:
+    if not _counts_all():
+        return _told_ranks()
+    return _counted.on_machine if limit.holder is None else _counted.in_groups.get(limit.holder, 1)
 
 
 def _counts_all() -> bool:
@@ -110,7 +124,7 @@ def cores_of_rank() -> int:
             "launcher, and with it what it starts: unset OMP_PROC_BIND and OMP_PLACES in its environment",
         )
     if _counts_all():
-        return max(1, len(own) // _counted.on_cores)
+        return max(1, int(sum(1 / _counted.on_cores.get(core, 1) for core in own)))
     return share_of_cores(own, launcher, _told_ranks())
 
 

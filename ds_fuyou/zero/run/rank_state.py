@@ -310,7 +310,7 @@ class RankState:
         storage, which is told: then nothing more moves on any. How far it is: ``core.mover``, which takes ``room``.
 
         Raises:
-            FuyouStateError: ``durable`` forbids states in memory, or a backward has begun.
+            FuyouStateError: ``durable`` forbids states in memory, a backward has begun, or a rank can commit no more.
         """
         mover, config = self.core.mover, self.activation.config
         if states_share > 0 and config.durable:
@@ -324,12 +324,12 @@ class RankState:
             mover.move_to(states, step_bytes, self._storage_budget_bytes, room)
         except (FuyouMemoryError, FuyouStorageError) as error:
             refusal = error
-        if least(float(refusal is None))[0]:
+        if self._all_go(refusal):
             if dist.get_rank() == 0:
                 tell_durability(states, self.core.options.num_slots, is_wanted=config.relies_on_slots)
             return True
         mover.stop()
-        self._goes_on("chunks stay where they are", refusal)
+        _tell_stays("chunks stay where they are", refusal)
         return False
 
     @property
@@ -352,6 +352,7 @@ class RankState:
 
         Raises:
             FuyouStorageError: something could not be read or written.
+            FuyouStateError: a rank can commit no more steps.
         """
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         self.core.commits.wait()
@@ -363,12 +364,13 @@ class RankState:
             refusal = error
         is_agreed = False
         try:
-            is_agreed = bool(least(float(move is not None))[0])
+            is_agreed = self._all_go(refusal)
         finally:
             if move is not None and not is_agreed:
                 move.give_up()
         if move is None or not is_agreed:
-            self._goes_on("P16 stays where it is", refusal)
+            self.core.check()
+            _tell_stays("P16 stays where it is", refusal)
             return False
         try:
             self.device.synchronize()  # nothing is copied from memory that goes
@@ -442,6 +444,9 @@ class RankState:
         """From the next step's first gradient on G16 of as many chunks as the share holds is in host memory, that of
         the others on storage: nothing is copied, no gradient outlives its step. A collective, between two steps. False
         if a rank has no room, which is told: then it stays on all.
+
+        Raises:
+            FuyouStateError: a rank can commit no more steps.
         """
         core = self.core
         refusal, before = None, core.grad_mover.target
@@ -450,23 +455,25 @@ class RankState:
             core.grad_mover.move_to(grads, self._storage_budget_bytes)
         except FuyouError as error:
             refusal = error
-        if least(float(refusal is None))[0]:
+        if self._all_go(refusal):
             return True
         core.grad_mover.undo(before)
-        self._goes_on("G16 stays where it is", refusal)
+        _tell_stays("G16 stays where it is", refusal)
         return False
 
-    def _goes_on(self, what_stays: str, refusal: FuyouError | None) -> None:
-        """Nothing moves, on any rank, and on this one because of ``refusal``.
+    def _all_go(self, refusal: FuyouError | None) -> bool:
+        """Whether no rank had a reason not to begin a move. A collective.
 
         Raises:
-            FuyouStateError, or what a worker met: no step can be committed any more.
+            FuyouStateError: a rank cannot commit any more steps. On all of them: nobody waits for one that has ended.
         """
-        self.core.check()
-        if self.store is not None:
-            self.store.require_commits()
-        if refusal is not None:
-            logger.warning("%s, training goes on: %s", what_stays, refusal)
+        may_commit = self.store is None or self.store.may_commit
+        all_go, all_commit = least(float(refusal is None), float(may_commit))
+        if not all_commit:
+            if self.store is not None:
+                self.store.require_commits()
+            raise FuyouStateError("another rank can commit no more steps, and says why")
+        return bool(all_go)
 
     def step_skipped(self) -> None:
         """A step was not applied. Raises FuyouChecksumError if that will be so for ever, for what is on storage."""
@@ -586,3 +593,9 @@ class RankState:
                 ending.callback(self.activations.close)
             ending.callback(failure_of, self.device)  # no copy may be in flight when memory is unpinned
             ending.callback(self.report.close, self)
+
+
+def _tell_stays(what: str, refusal: FuyouError | None) -> None:
+    """On the ranks that had a reason."""
+    if refusal is not None:
+        logger.warning("%s, training goes on: %s", what, refusal)

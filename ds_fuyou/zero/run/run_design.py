@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.host.available_memory import AUTO_TENTHS, available_host_bytes, copied_later_bytes
+from ds_fuyou.host.available_memory import AUTO_TENTHS, copied_later_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -41,7 +41,7 @@ from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.parameters.inference import reads_of_inference
 from ds_fuyou.zero.parameters.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
 from ds_fuyou.zero.run.budgets import check_budgets, planned_host_bytes
-from ds_fuyou.zero.run.neighbours import cores_of_rank, free_of_rank, machine, ranks_sharing_memory
+from ds_fuyou.zero.run.neighbours import cores_of_rank, free_memory_of_rank, free_of_rank, machine
 
 __all__ = ["RunDesign", "TrainedModel", "design_of", "laid_out"]
 
@@ -158,7 +158,7 @@ class TrainedModel:
                 "device and host share one memory: half of it is planned for the device, activations leave it for "
                 "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
             )
-        free, later = available_host_bytes() // ranks_sharing_memory(), copied_later_bytes()
+        free, later = free_memory_of_rank(), copied_later_bytes()
         mine = (max(0, free - later) + in_place) * tenths // 10
         found, most = map(int, least(float(mine), -float(mine)))
         if mine == found and later > free // 10:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.plan import bytes_each, has_two_versions, narrow_arena_bytes
@@ -24,7 +23,7 @@ from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.zero.agreement import decided_by_rank_0, least
-from ds_fuyou.zero.run.neighbours import ranks_sharing_memory
+from ds_fuyou.zero.run.neighbours import free_memory_of_rank, memory_of_rank
 from ds_fuyou.zero.run.rank_state import RankState
 
 __all__ = ["RunMoves"]
@@ -251,7 +250,7 @@ class RunMoves:
         core = self._state.core
         if self._held_bytes(*CLASSES, "frozen") <= 0 or not core.mover.is_idle or core.grad_mover.target is not None:
             return False
-        return available_host_bytes() < _FLOOR * total_host_bytes()
+        return free_memory_of_rank() < _FLOOR * memory_of_rank()
 
     def _leaves(self, name: str) -> bool:
         state = self._state
@@ -269,7 +268,7 @@ class RunMoves:
 
     def _room_bytes(self) -> int:
         """A rank's part of the memory that there is beyond twice the floor; negative where it lacks."""
-        return int(available_host_bytes() - 2 * _FLOOR * total_host_bytes()) // ranks_sharing_memory()
+        return int(free_memory_of_rank() - 2 * _FLOOR * memory_of_rank())
 
     def _lacking_bytes(self, grows: int) -> float:
         """What the rank that is worst off needs, where leaving takes ``grows`` bytes by itself."""

@@ -217,6 +217,8 @@ def _settle_stale(paths: Sequence[Path], clean: str, *, resumes: bool) -> int:
     """State of dead runs is told or removed, on every disk of every machine by one rank: bytes of it that stay in this
     rank's paths. A collective: no rank goes on before all have looked.
 
+    Machines are told apart by name here: of two containers of one machine each may have a disk of its own at a path.
+
     ``clean``: fingerprint of the model whose state is removed; none is without. ``resumes``: but for what a run may go
     on from.
     """

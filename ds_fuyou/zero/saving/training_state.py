@@ -150,13 +150,12 @@ class TrainingState:
         itself as a rule: none of the engine's, so that a run that goes on from that record does not know of it, unless
         the script hands it over.
         """
-        if getattr(engine, "lr_scheduler", None) is not None or getattr(engine, _CLIENT_STATE) is not None:
-            self._rates = None
+        if getattr(engine, "lr_scheduler", None) is not None:
             return
         rates = [float(group["lr"]) for group in self._optimizer.optimizer.param_groups]
         if self._rates not in (None, rates):
             log_once(
-                logging.WARNING,
+                logging.WARNING if getattr(engine, _CLIENT_STATE) is None else logging.INFO,
                 "learning rates change between steps, and the engine has no scheduler: a run that goes on from this "
                 'one\'s files ("resume": "auto") begins with the rates of the last step. Unless the script sets them '
                 "by the number of the step, give deepspeed.initialize the scheduler, or hand its state over as "
