@@ -356,7 +356,7 @@ class FuyouConfig(_Settings):
     dram_budget_bytes: LargeBudget = Field(
         "auto",
         description="Host memory this rank may use. `auto`: 80 % of what is free at the start, of all ranks of the "
-        "machine in equal shares, on every rank what the one with least has.",
+        "machine, or of a control group with a limit, in equal shares, on every rank what the one with least has.",
     )
     gpu_budget_bytes: ByteBudget = Field(
         "auto",

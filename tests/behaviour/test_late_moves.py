@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.behaviour.test_engines import run
 
 
@@ -41,13 +43,19 @@ def test_what_moves_to_storage_leaves_swapped_activations_their_part_of_the_budg
     assert "which may be used: nvme_budget_bytes" in (tmp_path / "log0").read_text()
 
 
-def test_a_move_that_leaves_files_unknown_ends_the_run_and_one_without_room_does_not(tmp_path: Path) -> None:
-    """It would end at the next commit, behind a log that says that training goes on."""
-    (found,) = run("refusals", tmp_path / "swap", script="late_moves.py")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_move_that_leaves_files_unknown_ends_the_run_and_one_without_room_does_not(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    """On all ranks: it would end at the next commit of one, behind a log that says that training goes on."""
+    mine, *others = run("refusals", tmp_path / "swap", num_ranks, "late_moves.py")
     failed = "nothing more can be committed after a failure: making data durable failed while a file grew"
     for what in ("P16", "G16", "chunks"):
-        assert found[f"{what} allocate_blocks"] is False
-        assert failed in found[f"{what} fdatasync"]
+        assert mine[f"{what} allocate_blocks"] is False
+        assert failed in mine[f"{what} fdatasync"]
+        for other in others:
+            assert other[f"{what} allocate_blocks"] is False
+            assert "another rank can commit no more steps" in other[f"{what} fdatasync"]
     said = (tmp_path / "log0").read_text()
     for what in ("P16 stays where it is", "G16 stays where it is", "chunks stay where they are"):
         assert said.count(f"{what}, training goes on") == 1
