@@ -105,6 +105,12 @@ def test_memory_is_shared_in_every_limit_that_holds(
     assert parts_gib() == parts
 
 
+def test_a_limit_that_was_set_since_is_taken_for_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_beside(monkeypatch, [(HERE, [MACHINE], {0})])
+    monkeypatch.setattr(neighbours, "memory_limits", lambda: [limit((1, 2), 40), MACHINE])
+    assert parts_gib() == (20, 20)
+
+
 def test_a_core_is_shared_by_the_ranks_that_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of it where a launcher bound each rank to its own, also where a shell stands between."""
     monkeypatch.setenv("LOCAL_SIZE", "2")
@@ -119,6 +125,9 @@ def test_a_core_is_shared_by_the_ranks_that_may_use_it(monkeypatch: pytest.Monke
     assert cores_of_rank() == 15
     count_beside(monkeypatch, [(HERE, [MACHINE], set(range(16)))] * 31)
     assert cores_of_rank() == 1
+    monkeypatch.setattr(neighbours, "usable_cores", lambda: set(range(6)))
+    count_beside(monkeypatch, [(HERE, [MACHINE], set(range(6)))] * 2)
+    assert cores_of_rank() == 2, "six thirds, which no floating-point numbers are"
 
 
 def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> None:

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from ds_fuyou.host.available_memory import MemoryLimit, memory_limits
 from ds_fuyou.host.threads import openmp_cores, usable_cores
@@ -92,7 +93,9 @@ def memory_of_rank() -> int:
 def _num_in(limit: MemoryLimit) -> int:
     if not _counts_all():
         return _told_ranks()
-    return _counted.on_machine if limit.holder is None else _counted.in_groups.get(limit.holder, 1)
+    if limit.holder is None:
+        return _counted.on_machine
+    return _counted.in_groups.get(limit.holder, _counted.on_machine)  # one that was set since then: all may be in it
 
 
 def _counts_all() -> bool:
@@ -124,7 +127,7 @@ def cores_of_rank() -> int:
             "launcher, and with it what it starts: unset OMP_PROC_BIND and OMP_PLACES in its environment",
         )
     if _counts_all():
-        return max(1, int(sum(1 / _counted.on_cores.get(core, 1) for core in own)))
+        return max(1, int(sum(Fraction(1, _counted.on_cores.get(core, 1)) for core in own)))
     return share_of_cores(own, launcher, _told_ranks())
 
 
