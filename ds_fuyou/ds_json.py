@@ -29,6 +29,7 @@ __all__ = [
     "is_on",
     "load_activation",
     "lookup",
+    "may_be_on",
     "refused_combinations",
     "section_of",
     "stock_states",
@@ -287,6 +288,11 @@ def is_on(value: object) -> bool:
     return value.lower() in _ON if isinstance(value, str) else isinstance(value, int | float) and value == 1
 
 
+def may_be_on(value: object) -> bool:
+    """Also where the Trainer or Accelerate is to say."""
+    return is_on(value) or value == "auto"
+
+
 def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, reason in _SWITCHES:
         if is_on(lookup(ds_config, key)):
@@ -313,8 +319,7 @@ def _master_clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     name, section = _bf16_section(ds_config)
     if not is_on(section.get(_BF16_MASTERS)):
         return
-    enabled = section.get("enabled")
-    if not is_on(enabled) and enabled != "auto":
+    if not may_be_on(section.get("enabled")):
         yield f"{name}.{_BF16_MASTERS} = true without {name}.enabled", _NOT_BF16
     kind = lookup(ds_config, "optimizer.type")
     if isinstance(kind, str) and kind.lower() not in ("adam", "adamw", "auto"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_fuyou.config import FuyouConfig
-from ds_fuyou.ds_json import is_on, load_activation, lookup, stock_states
+from ds_fuyou.ds_json import load_activation, lookup, may_be_on, stock_states
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.state_layout import FP32
 
@@ -179,8 +179,7 @@ def _says_precision(config: Mapping[str, Any]) -> bool:
 
 def has_precision(config: Mapping[str, Any], *names: str) -> bool:
     """Whether one of these sections is enabled, or "auto"."""
-    said = [lookup(config, f"{name}.enabled") for name in names]
-    return any(is_on(value) or value == "auto" for value in said)
+    return any(may_be_on(lookup(config, f"{name}.enabled")) for name in names)
 
 
 def param_bytes(config: Mapping[str, Any]) -> int:

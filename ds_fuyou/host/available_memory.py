@@ -52,14 +52,10 @@ class MemoryLimit:
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:
     """All that hold for this process. ``root`` stands before /proc and /sys."""
-    found = []
-    for group in _groups(root):
-        folder = group.folder.stat()
-        found.append(MemoryLimit((folder.st_dev, folder.st_ino), group.limit, group.limit - group.used))
-    total = _meminfo(root, "MemTotal")
-    if any(limit.num_bytes == total for limit in found):  # a container's /proc shows its group (LXCFS)
-        return found
-    return [*found, MemoryLimit(None, total, _meminfo(root, "MemAvailable"))]
+    groups, machine = [*_groups(root)], _machine(root)
+    if any(group.num_bytes == machine.num_bytes for group in groups):  # a container's /proc shows its group (LXCFS)
+        return groups
+    return [*groups, machine]
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:
@@ -92,22 +88,14 @@ def copied_later_bytes(root: Path = Path("/")) -> int:
     return min(1024 * shared, _BLOCK_BYTES * sys.getallocatedblocks())
 
 
-def _meminfo(root: Path, name: str) -> int:
+def _machine(root: Path) -> MemoryLimit:
     fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
-    return int(fields[name].split()[0]) * 1024
+    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    return MemoryLimit(None, total, available)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """``used``: bytes, without file pages."""
-
-    folder: Path
-    limit: int
-    used: int
-
-
-def _groups(root: Path) -> Iterator[_Group]:
-    """Every one that has a limit and that this process is in."""
+def _groups(root: Path) -> Iterator[MemoryLimit]:
+    """Of every control group that this process is in."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -128,7 +116,7 @@ def _groups(root: Path) -> Iterator[_Group]:
                 yield found
 
 
-def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> _Group | None:
+def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> MemoryLimit | None:
     """None where the group sets no limit or is not visible (inside a container, say).
     ``of_all``: before the names of numbers that count groups inside of it, too.
     """
@@ -136,6 +124,7 @@ def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> _Gr
         limit_text = (folder / limit_file).read_text(encoding="ascii").strip()
         used = int((folder / usage_file).read_text(encoding="ascii"))
         stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        named = folder.stat()
     except OSError:
         return None
     if limit_text == "max" or int(limit_text) >= _UNLIMITED:
@@ -143,4 +132,5 @@ def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> _Gr
     numbers = {name: int(value) for name, value in (line.split() for line in stat)}
     names = ("inactive_file", "active_file", _MAPPED[of_all])
     inactive, active, mapped = (numbers.get(of_all + name, 0) for name in names)
-    return _Group(folder, int(limit_text), used - inactive - max(0, active - mapped))
+    free = int(limit_text) - used + inactive + max(0, active - mapped)  # file pages are taken back
+    return MemoryLimit((named.st_dev, named.st_ino), int(limit_text), free)
