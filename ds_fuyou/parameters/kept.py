@@ -36,6 +36,13 @@ class Kept:
             return NEVER
         return place
 
+    def place_after(self, partition: Partition, behind: int) -> int:
+        """Of its first use behind a place, as far as the values of its next use serve it."""
+        place, step = self._trace.place_after(partition, behind), self._trace.next_step()
+        if place is None or (partition.source.changes and step is not None and place > step):
+            return NEVER
+        return place
+
     def add(self, partition: Partition) -> None:
         """Of one that is there already the place is found again."""
         place = self._place_of[partition] = self.place(partition)
@@ -50,6 +57,12 @@ class Kept:
     def discard(self, partition: Partition) -> None:
         self._place_of.pop(partition, None)
 
+    def last_place(self) -> int:
+        """Of what is kept, where the one is used that is used last; -1 if there is none."""
+        while self._latest and self._place_of.get(self._latest[0][2]) != -self._latest[0][0]:
+            heapq.heappop(self._latest)
+        return -self._latest[0][0] if self._latest else -1
+
     def pop_last(self, after: int) -> Partition | None:
         """Takes out the one that is used last, if that is after the place ``after``."""
         age, num_values = self._trace.now - self._ordered_at, len(self._place_of)
@@ -58,17 +71,11 @@ class Kept:
             for partition in self._place_of:
                 self._place_of[partition] = self.place(partition)
             self._order()
-        while self._latest:
-            place, _, partition = self._latest[0]
-            if self._place_of.get(partition) != -place:
-                heapq.heappop(self._latest)
-            elif -place <= after:
-                return None
-            else:
-                heapq.heappop(self._latest)
-                del self._place_of[partition]
-                return partition
-        return None
+        if self.last_place() <= after:
+            return None
+        _, _, partition = heapq.heappop(self._latest)
+        del self._place_of[partition]
+        return partition
 
     def clear(self) -> None:
         self._place_of.clear()

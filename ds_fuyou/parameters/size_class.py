@@ -13,7 +13,7 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import HostPool
-from ds_fuyou.parameters.kept import Kept
+from ds_fuyou.parameters.kept import NEVER, Kept
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
 from ds_fuyou.planner.plan import kept_param_bytes
@@ -22,6 +22,8 @@ __all__ = ["SMALL_BYTES", "SizeClass"]
 
 SMALL_BYTES = 256 * 1024
 """Partitions of fewer bytes have a pool of their own."""
+_SHORTLY = 8  # partitions before a place that are looked at, within
+_MOST_LOOKED_AT = 64  # places
 
 
 class ReadMemory:
@@ -93,6 +95,7 @@ class SizeClass:
         self.holds_all = 8 * capacity >= 9 * sum(sizes)
         """Whether there is room for all of them, in whatever pieces."""
         self.members = set(members)
+        self._trace = trace
         self.kept = Kept(trace)
         self.ahead = Ahead(trace, self._wants)
         self.in_flight: deque[Partition] = deque()
@@ -100,6 +103,7 @@ class SizeClass:
         self._unused_bytes = 0
         self._owed_bytes = 0  # of these, for an order that did not come
         self._passed_bytes = 0
+        self._comes_back = ((-1, -1, -1), NEVER)  # for a place, a turn and a period of the trace
         self.num_ahead = self.ahead_bytes * len(sizes) // sum(sizes)
         """How many of mean size reads ahead may take from kept values."""
 
@@ -123,6 +127,29 @@ class SizeClass:
                 break
             self.used(partition)  # it was left out
         return self._unused_bytes
+
+    def comes_back(self, place: int) -> int:
+        """Until when what is used shortly before ``place`` is used again behind it. Whatever is kept now and used later
+        than that is what a full pool gives up at ``place`` itself; :data:`NEVER` where that may be something else.
+        """
+        trace, last = self._trace, self.kept.last_place()
+        if self._owed_bytes or last <= place:
+            return NEVER
+        known = (place, trace.turn, trace.period)
+        if self._comes_back[0] == known:
+            return self._comes_back[1]
+        latest, num_seen = place, 0
+        for before in range(place - 1, max(trace.cursor, place - _MOST_LOOKED_AT) - 1, -1):
+            item = trace.at(before)
+            if item in self.members:
+                latest = max(latest, self.kept.place_after(item, place))
+                num_seen += 1
+                if latest >= last:
+                    return NEVER
+                if num_seen == _SHORTLY:
+                    break
+        self._comes_back = known, latest
+        return latest
 
     def passed(self, num_bytes: int) -> None:
         """So much was used."""

@@ -12,10 +12,14 @@ announces uses that the trace cannot know: of a list that is gathered, or saved.
 [Note: what stays]
 Released values stay in their pool as long as a later use of them is expected before a step changes them. A read that
 somebody waits for takes the memory of those that are used last. So does a read ahead, but only of what is used later
-than it, and no more than a quarter of the pool: else memory would hold what comes next, whatever that is, and a model
-that is used from its begin to its end again and again would be read whole each time. So of ``M`` bytes that a token
-needs about ``M - 3/4 * pool`` are read for it, and none if the model fits. While all that is expected is shown to the
-borrower, a use moves the order on and nothing else.
+than it. That alone would fill memory with what comes next, whatever that is, and a model that is used from its begin to
+its end again and again would be read whole each time: when a read is early, what will be the last one to be used at its
+own time may not have been used yet. So of values that are still to be used reads ahead have a quarter of the pool, and
+beyond it take what would be given up for them at the time of their use, too: what is used later than those come back
+that are used shortly before them. Backward uses in the opposite order what forward used, so in a step storage reads
+while kept values are used, and no byte is read for that. Of a model that is used from begin to end nothing is taken:
+of ``M`` bytes that a token needs about ``M - 3/4 * pool`` are read for it, and none if the model fits. While all that
+is expected is shown to the borrower, a use moves the order on and nothing else.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
@@ -399,14 +403,17 @@ class ParameterStore:
         return aligned_tensor(partition.num_bytes), False
 
     def _memory_ahead(self, size_class: SizeClass, partition: Partition, place: int) -> torch.Tensor | None:
-        """Memory for a read ahead: what is free, or, as far as a quarter of the pool reaches, what is used later."""
+        """Memory for a read ahead: what is free, or what is used later. As far as a quarter of the pool reaches; beyond
+        it only what the pool would give up for this read, too, if it came when it is needed.
+        """
         wanted = partition.num_bytes
         memory = size_class.memory.try_allocate(wanted)
         if memory is not None:
             return memory
         freed, room = 0, size_class.ahead_bytes - size_class.unused_bytes(self.trace.cursor)
-        while memory is None and freed < 2 * wanted and room >= wanted:
-            evicted = self._evict(size_class, after=place, waits=False)
+        after = place if room >= wanted else size_class.comes_back(place)
+        while memory is None and freed < 2 * wanted:
+            evicted = self._evict(size_class, after=after, waits=False)
             if not evicted:
                 return None
             freed += evicted

@@ -143,6 +143,15 @@ class AccessTrace:
             return None
         return places[bisect.bisect_left(places, cursor)]
 
+    def place_after(self, item: Hashable, place: int) -> int | None:
+        """The first place of ``item`` behind ``place``, which may be a period on; None if it is not expected."""
+        first = self.next_place(item)
+        if first is None:
+            return None
+        places = self._places[item]
+        index = bisect.bisect_right(places, place)
+        return places[index] if index < len(places) else first + self.period
+
     def next_step(self) -> int | None:
         """Where the step ends; None if none is expected to."""
         if self._next_step[0] != self.turn:

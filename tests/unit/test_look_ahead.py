@@ -277,6 +277,42 @@ def test_several_ranks_read_ahead_of_what_they_offer(share: float) -> None:
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(("num_kept", "rate", "most_secs"), [(32, 0.6, 1.02 * 128), (24, 0.5, 1.12 * 160)])
+def test_storage_reads_on_while_kept_values_are_used(
+    num_kept: int, rate: float, most_secs: float, is_alone: bool
+) -> None:
+    """Forward and backward of 64 frozen matrices, again and again, take what computing or reading takes, whichever is
+    longer: 128 and 160 s. With reads no further ahead than a quarter of the memory 148 and 188 s. No more is read.
+    """
+    count = 64
+    rank = Rank([(SIZE, False, False)] * count, num_kept * SIZE, is_alone=is_alone, rate=rate * SIZE)
+    forward = [[partition] for partition in rank.every]
+    for _ in range(5):
+        before = rank.storage.now
+        _, _, num_read = rank.run(forward + forward[::-1])
+        rank.end_step()
+    assert num_read == 2 * (count - num_kept)
+    assert rank.storage.now - before <= most_secs
+    rank.store.close()
+
+
+@pytest.mark.parametrize("num_evaluated", [0, 3])
+def test_of_an_order_that_goes_round_no_more_is_read(num_evaluated: int) -> None:
+    """After training or not: where what was used is used again before the rest, reads further ahead would take its
+    memory, and read the whole model each time."""
+    count, num_kept = 64, 32
+    rank = Rank([(SIZE, False, False)] * count, num_kept * SIZE, is_alone=True, rate=0.6 * SIZE)
+    forward = [[partition] for partition in rank.every]
+    for _ in range(num_evaluated):
+        rank.run(forward + forward[::-1])
+        rank.end_step()
+    for _ in range(4):
+        _, _, num_read = rank.run(forward)
+    assert num_read <= count - 3 * num_kept // 4 + 1
+    rank.store.close()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
 @pytest.mark.parametrize("width", [64, 393, 777])
 def test_a_module_of_many_parameters_is_read_ahead(width: int, is_alone: bool) -> None:
     """As a layer of experts is, where the script makes it one (`set_z3_leaf_modules`)."""
