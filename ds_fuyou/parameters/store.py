@@ -48,6 +48,7 @@ from ds_fuyou.parameters.kept import NEVER
 from ds_fuyou.parameters.partition import Partition, Presence
 from ds_fuyou.parameters.size_class import SMALL_BYTES, SizeClass
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
+from ds_fuyou.planner.plan import whole_bytes
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.location import ValuesRead
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
@@ -61,6 +62,10 @@ its memory), at least the largest, if that is less and the pool has room for it,
 in use. One is always offered.
 """
 _MOST_OFFERED = 32
+_SMALL_REACH = 8
+"""How many times as far ahead as large ones small ones may be read. Storage serves in the order of requests, so a small
+one that is asked for as late as a large one that is used behind it would be waited for as long.
+"""
 _PLACES_A_CALL = 64  # that a walk ahead passes at once; or twice as many as a module with more parameters used
 _NOT_SHOWN = (Presence.AWAY, Presence.READING, Presence.KEPT)
 _SHOWN = (Presence.HERE, Presence.GATHERED)
@@ -128,9 +133,12 @@ class ParameterStore:
         stored = [partition for partition in self.partitions if partition.num_bytes]
         small = [partition for partition in stored if partition.num_bytes < SMALL_BYTES]
         large = [partition for partition in stored if partition.num_bytes >= SMALL_BYTES]
-        total = sum(partition.num_bytes for partition in stored)
-        for members in filter(None, (large, small)):
-            num_bytes = self._read_bytes * sum(partition.num_bytes for partition in members) // total
+        total, of_small = (sum(partition.num_bytes for partition in members) for members in (stored, small))
+        share = self._read_bytes * of_small // max(1, total)
+        small_bytes = min(_SMALL_REACH * share, max(share, self._read_bytes // 4), whole_bytes(of_small))
+        for members, num_bytes in ((large, self._read_bytes - small_bytes), (small, small_bytes)):
+            if not members:
+                continue
             size_class = SizeClass(members, num_bytes, self.trace, self._device)
             self._size_classes.append(size_class)
             self._size_class_of.update(dict.fromkeys(members, size_class))
