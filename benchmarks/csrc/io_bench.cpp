@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Moves bytes of one existing file through the I/O engine and prints what it took, as JSON:
-//     io_bench FILE read|write|mixed NUM_BYTES BLOCK_BYTES QUEUE_DEPTH OPERATION_BYTES ENGINE
-// ENGINE is io_uring or threads. NUM_BYTES are moved in all; mixed reads half of them and writes
-// the other half, in alternating operations. The time runs from the first submission to the last
-// completion; opening, registering and touching the buffers is not in it.
+//     io_bench FILE read|write|mixed|checked NUM_BYTES BLOCK_BYTES QUEUE_DEPTH OPERATION_BYTES
+//     ENGINE
+// ENGINE is threads, io_uring, or io_uring:N with N rings. NUM_BYTES are moved in all; mixed reads
+// half of them and writes the other half, in alternating operations; checked reads from the page
+// cache, which no disk slows, and compares checksums. The time runs from the first submission to
+// the last completion; opening, registering and touching the buffers is not in it.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -69,22 +71,27 @@ Job parse(int argc, char** argv)
 {
     if (argc != 8) {
         throw std::invalid_argument(
-            "usage: io_bench FILE read|write|mixed NUM_BYTES BLOCK_BYTES QUEUE_DEPTH "
-            "OPERATION_BYTES io_uring|threads");
+            "usage: io_bench FILE read|write|mixed|checked NUM_BYTES BLOCK_BYTES QUEUE_DEPTH "
+            "OPERATION_BYTES io_uring[:N]|threads");
     }
     Job job{argv[1], argv[2], std::stoull(argv[3]), std::stoull(argv[6]), {}};
     job.options.block_bytes = std::stoull(argv[4]);
     job.options.queue_depth = static_cast<unsigned>(std::stoul(argv[5]));
-    job.options.backend =
-        std::string(argv[7]) == "threads" ? IoBackend::kThreads : IoBackend::kIoUring;
+    const std::string engine = argv[7];
+    const std::size_t colon = engine.find(':');
+    job.options.backend = engine == "threads" ? IoBackend::kThreads : IoBackend::kIoUring;
+    if (colon != std::string::npos) {
+        job.options.num_rings = static_cast<unsigned>(std::stoul(engine.substr(colon + 1)));
+    }
     return job;
 }
 
-double move_bytes(const Job& job, IoEngine& engine, int fd, Window& window, std::size_t num_buffers)
+double move_bytes(const Job& job, const std::string& mode, IoEngine& engine, int fd, Window& window,
+                  std::size_t num_buffers)
 {
     const auto begin = std::chrono::steady_clock::now();
     std::uint64_t next_offset[2] = {0, 0};  // of reads, of writes: each sequential
-    IoKind kind = job.mode == "write" ? IoKind::kWrite : IoKind::kRead;
+    IoKind kind = mode == "write" ? IoKind::kWrite : IoKind::kRead;
     for (std::uint64_t moved = 0; moved < job.num_bytes; moved += job.operation_bytes) {
         char* buffer = window.take();
         std::uint64_t& offset = next_offset[kind == IoKind::kRead ? 0 : 1];
@@ -93,7 +100,7 @@ double move_bytes(const Job& job, IoEngine& engine, int fd, Window& window, std:
                           window.give_back(buffer, outcome.error);
                       });
         offset += job.operation_bytes;
-        if (job.mode == "mixed") {
+        if (mode == "mixed") {
             kind = kind == IoKind::kRead ? IoKind::kWrite : IoKind::kRead;
         }
     }
@@ -106,7 +113,8 @@ double move_bytes(const Job& job, IoEngine& engine, int fd, Window& window, std:
 
 void bench(const Job& job)
 {
-    const int fd = open(job.path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC);
+    const bool is_checked = job.mode == "checked";
+    const int fd = open(job.path.c_str(), O_RDWR | O_CLOEXEC | (is_checked ? 0 : O_DIRECT));
     if (fd < 0) {
         throw std::runtime_error(job.path + ": " + std::strerror(errno));
     }
@@ -122,7 +130,12 @@ void bench(const Job& job)
     std::memset(pool.base(), 0x5a, pool.capacity_bytes());
     IoEngine engine(job.options);
     const bool is_registered = engine.register_buffer(pool.base(), pool.capacity_bytes());
-    const double secs = move_bytes(job, engine, fd, window, num_buffers);
+    if (is_checked) {
+        engine.watch_pages(fd, 0, job.num_bytes);
+        move_bytes(job, "write", engine, fd, window, num_buffers);
+    }
+    const double secs =
+        move_bytes(job, is_checked ? "read" : job.mode, engine, fd, window, num_buffers);
     engine.close();
     close(fd);
     std::printf("{\"secs\": %.6f, \"num_bytes\": %llu, \"registered\": %s}\n", secs,

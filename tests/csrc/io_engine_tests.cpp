@@ -8,7 +8,9 @@
 #include <atomic>
 #include <cstdio>
 #include <limits>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "harness.h"
@@ -25,7 +27,7 @@ bool may_lock()
     return getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur >= (8 << 20);
 }
 
-void roundtrip(IoBackend backend, Access access)
+void roundtrip(const Backing& backend, Access access)
 {
     constexpr int kNumOperations = 40;
     constexpr std::uint64_t kStride = 24 * 4096;
@@ -68,7 +70,7 @@ void roundtrip(IoBackend backend, Access access)
 
 TEST(many_concurrent_operations_come_back_to_the_byte)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         roundtrip(backend, Access::kDirect);
         roundtrip(backend, Access::kBuffered);
     }
@@ -90,7 +92,7 @@ TEST(the_backend_asked_for_is_used)
 
 TEST(one_operation_spans_extents_of_two_files)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile first(Access::kDirect);
         TempFile second(Access::kDirect);
         AlignedPool pool(64 * 4096);
@@ -114,7 +116,7 @@ TEST(one_operation_spans_extents_of_two_files)
 
 TEST(buffered_files_take_any_offset_and_length)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered);
         std::vector<char> a(50001);
         std::vector<char> b(50001);
@@ -128,7 +130,7 @@ TEST(buffered_files_take_any_offset_and_length)
 
 TEST(smaller_priority_first_then_order_of_submission)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 4096);
         IoEngine engine(options(backend, 1));
         // Has the only slot until the others are queued.
@@ -156,7 +158,7 @@ TEST(smaller_priority_first_then_order_of_submission)
 
 TEST(a_completion_may_submit)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 65536);
         IoEngine engine(options(backend, 2));
         std::vector<char> buffer(4096);
@@ -179,7 +181,7 @@ TEST(a_completion_may_submit)
 
 TEST(several_threads_submit_at_once)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         constexpr int kPerThread = 50;
         TempFile file(Access::kDirect, 1 << 20);
         AlignedPool pool(4 * 4 * 8192);
@@ -209,7 +211,7 @@ TEST(several_threads_submit_at_once)
 
 TEST(counters_may_be_read_while_operations_run)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 65536);
         std::vector<char> buffer(65536);
         IoEngine engine(options(backend, 4, 4096));
@@ -235,7 +237,7 @@ TEST(counters_may_be_read_while_operations_run)
 
 TEST(close_completes_what_was_accepted_and_refuses_the_rest)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 1 << 20);
         std::vector<char> buffer(1 << 20);
         IoEngine engine(options(backend, 4));
@@ -262,7 +264,7 @@ TEST(close_completes_what_was_accepted_and_refuses_the_rest)
 
 TEST(close_from_a_completion_is_refused)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         IoEngine engine(options(backend));
         std::promise<bool> refused;
         engine.submit(IoKind::kRead, {}, 0, [&](const IoOutcome&) {
@@ -279,7 +281,7 @@ TEST(close_from_a_completion_is_refused)
 
 TEST(an_operation_of_no_bytes_is_full_at_once)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         IoEngine engine(options(backend));
         CHECK(run(engine, IoKind::kWrite, {}).error == 0);
         const IoOutcome outcome = run(engine, IoKind::kRead, {{-1, 0, nullptr, 0}});
@@ -309,7 +311,7 @@ TEST(bad_operations_and_options_are_invalid_arguments)
 
 TEST(completions_run_where_signals_are_blocked)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         IoEngine engine(options(backend));
         std::promise<bool> blocked;
         engine.submit(IoKind::kRead, {}, 0, [&](const IoOutcome&) {
@@ -369,16 +371,100 @@ TEST(refused_registration_leaves_the_engine_working)
     threads.unregister_buffer(&byte, 1);
 }
 
-TEST(a_completion_may_register)
+TEST(a_completion_may_not_register)
+{
+    for (const Backing& backend : backends()) {
+        IoEngine engine(options(backend));
+        AlignedPool pool(4096);
+        std::promise<bool> is_refused;
+        engine.submit(IoKind::kRead, {}, 0, [&](const IoOutcome&) {
+            unsigned num_refused = 0;
+            try {
+                engine.register_buffer(pool.base(), 4096);
+            } catch (const std::runtime_error&) {
+                ++num_refused;
+            }
+            try {
+                engine.unregister_buffer(pool.base(), 4096);
+            } catch (const std::runtime_error&) {
+                ++num_refused;
+            }
+            is_refused.set_value(num_refused == 2);
+        });
+        CHECK(is_refused.get_future().get());
+    }
+}
+
+TEST(rings_share_what_is_in_flight)
 {
     if (!has_io_uring()) {
         return;
     }
-    IoEngine engine(options(IoBackend::kIoUring));
-    AlignedPool pool(4096);
-    std::promise<bool> registered;
-    engine.submit(IoKind::kRead, {}, 0, [&](const IoOutcome&) {
-        registered.set_value(engine.register_buffer(pool.base(), 4096));
-    });
-    CHECK(registered.get_future().get() || !may_lock());
+    // Reads of empty pipes stay in the kernel: two of them fill one ring's part of the depth.
+    constexpr unsigned kNumRings = 3, kDepth = 6;
+    TempFile file(Access::kBuffered, 4096);
+    IoEngine engine(options({IoBackend::kIoUring, kNumRings}, kDepth));
+    std::vector<Pipe> pipes(kDepth - 1);
+    std::vector<char> bytes(kDepth, 1);
+    std::vector<std::future<IoOutcome>> held;
+    std::mutex mutex;
+    std::set<std::thread::id> threads;
+    const auto read = [&](int fd, char* buffer) {
+        auto ended = std::make_shared<std::promise<IoOutcome>>();
+        std::future<IoOutcome> outcome = ended->get_future();
+        engine.submit(IoKind::kRead, {{fd, 0, buffer, 1}}, 0,
+                      [&mutex, &threads, ended](const IoOutcome& end) {
+                          {
+                              std::lock_guard<std::mutex> lock(mutex);
+                              threads.insert(std::this_thread::get_id());
+                          }
+                          ended->set_value(end);
+                      });
+        return outcome;
+    };
+    for (std::size_t i = 0; i < pipes.size(); ++i) {
+        held.push_back(read(pipes[i].end_to_read(), &bytes[i]));
+        // Whichever rings are full, another one serves what comes.
+        CHECK(read(file.fd(), &bytes[kDepth - 1]).get().error == 0);
+    }
+    for (std::size_t i = 0; i < pipes.size(); ++i) {
+        pipes[i].write_byte(static_cast<char>(10 + i));
+        CHECK(held[i].get().error == 0);
+        CHECK(bytes[i] == static_cast<char>(10 + i));
+    }
+    CHECK(threads.size() == kNumRings);
+}
+
+TEST(a_ring_that_is_refused_is_done_without)
+{
+    if (!has_io_uring()) {
+        return;
+    }
+#ifdef __SANITIZE_ADDRESS__
+    std::printf("the sanitizer needs descriptors of its own, so none can be refused here\n");
+    return;
+#endif
+    // Descriptors for one ring and its wake-up, and no more.
+    CHECK(succeeds_in_child([] {
+        TempFile file(Access::kBuffered, 4096);
+        const int next = dup(file.fd());
+        ::close(next);
+        rlimit limit{};
+        getrlimit(RLIMIT_NOFILE, &limit);
+        limit.rlim_cur = static_cast<rlim_t>(next) + 3;
+        if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
+            return false;
+        }
+        IoEngine engine(options({IoBackend::kIoUring, 3}));
+        std::vector<char> bytes(4096, 1);
+        std::vector<std::future<IoOutcome>> outcomes;
+        for (int i = 0; i < 20; ++i) {
+            outcomes.push_back(start(engine, IoKind::kRead, {{file.fd(), 0, bytes.data(), 4096}}));
+        }
+        bool is_good = dup(file.fd()) < 0 || dup(file.fd()) < 0;
+        for (std::future<IoOutcome>& outcome : outcomes) {
+            is_good = outcome.get().error == 0 && is_good;
+        }
+        return is_good && bytes[0] == 0;
+    }));
 }

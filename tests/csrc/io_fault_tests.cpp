@@ -32,24 +32,6 @@ IoFault everywhere(IoKind kind, IoFault::Effect effect, int error = EIO)
     return {.kind = kind, .effect = effect, .error = error, .count = UINT64_MAX};
 }
 
-// Runs `body` in a child, which must end with status 0.
-template <typename Body>
-bool succeeds_in_child(Body body)
-{
-    const pid_t child = fork();
-    if (child == 0) {
-        bool is_good = false;
-        try {
-            is_good = body();
-        } catch (...) {
-        }
-        _exit(is_good ? 0 : 1);
-    }
-    int status = -1;
-    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
-           WEXITSTATUS(status) == 0;
-}
-
 bool forbid_io_uring()
 {
     sock_filter instructions[] = {
@@ -64,9 +46,9 @@ bool forbid_io_uring()
 }
 
 // Puts /dev/null in the place of every io_uring of this process.
-int break_rings()
+unsigned break_rings()
 {
-    int num_broken = 0;
+    unsigned num_broken = 0;
     for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
         std::error_code error;
         if (std::filesystem::read_symlink(entry.path(), error) == "anon_inode:[io_uring]") {
@@ -85,7 +67,7 @@ int break_rings()
 
 TEST(short_transfers_are_continued)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         for (const Access access : {Access::kDirect, Access::kBuffered}) {
             constexpr std::uint64_t kBytes = 13 * 4096;
             TempFile file(access);
@@ -108,7 +90,7 @@ TEST(short_transfers_are_continued)
 
 TEST(short_transfers_of_a_few_bytes_are_continued)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered);
         IoEngine engine(options(backend));
         engine.add_fault(everywhere(IoKind::kWrite, IoFault::Effect::kShort));
@@ -125,7 +107,7 @@ TEST(short_transfers_of_a_few_bytes_are_continued)
 
 TEST(an_error_cancels_the_rest_and_names_the_piece)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 100 + 8 * kBlock);
         std::vector<char> buffer(8 * kBlock, 'x');
         IoEngine engine(options(backend, 2, kBlock));
@@ -183,7 +165,7 @@ TEST(a_failed_operation_does_not_start_its_delayed_pieces)
 
 TEST(what_is_held_goes_on_when_faults_are_cleared)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 65536);
         std::vector<char> buffer(65536, 'x');
         IoEngine engine(options(backend, 4, 4096));
@@ -206,7 +188,7 @@ TEST(what_is_held_goes_on_when_faults_are_cleared)
 
 TEST(other_operations_survive_a_failing_one)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile good(Access::kBuffered, 65536);
         TempFile bad(Access::kBuffered, 65536);
         std::vector<char> buffer(20 * 8192);
@@ -228,7 +210,7 @@ TEST(other_operations_survive_a_failing_one)
 
 TEST(interrupted_transfers_are_tried_again)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 10 * kBlock);
         std::vector<char> buffer(10 * kBlock, 'x');
         IoEngine engine(options(backend, 3, kBlock));
@@ -270,7 +252,7 @@ TEST(nothing_is_tried_again_for_ever)
 
 TEST(the_end_of_a_file_is_an_error)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         for (const Access access : {Access::kDirect, Access::kBuffered}) {
             // The file ends inside a block of 4096 bytes inside the second piece.
             TempFile file(access, kBlock + 4096 + 100);
@@ -291,7 +273,7 @@ TEST(a_full_device_is_an_error)
 {
     const int full = open("/dev/full", O_WRONLY | O_CLOEXEC);
     char byte = 0;
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         IoEngine engine(options(backend));
         CHECK(run(engine, IoKind::kWrite, {{full, 0, &byte, 1}}).error == ENOSPC);
     }
@@ -319,7 +301,7 @@ TEST(a_write_without_progress_is_a_full_device)
 TEST(a_bad_descriptor_is_an_error)
 {
     char byte = 0;
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         IoEngine engine(options(backend));
         for (const int fd : {-1, 1000000}) {
             for (const IoKind kind : kBothKinds) {
@@ -334,7 +316,7 @@ TEST(a_bad_descriptor_is_an_error)
 
 TEST(a_throttle_holds_transfers_back)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 1 << 20);
         std::vector<char> buffer(1 << 20);
         IoEngine engine(options(backend, 4, 65536));
@@ -393,7 +375,7 @@ TEST(auto_falls_back_where_io_uring_is_forbidden)
 
 TEST(a_child_of_fork_cannot_use_the_engine_and_does_not_hang)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         auto engine = std::make_unique<IoEngine>(options(backend));
         char byte = 1;
         TempFile file(Access::kBuffered, 4096);
@@ -419,23 +401,25 @@ TEST(a_ring_that_dies_is_an_error_of_every_operation)
     }
     TempFile file(Access::kBuffered, 65536);
     std::vector<char> buffer(65536);
-    IoEngine engine(options(IoBackend::kIoUring, 4));
-    CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error == 0);
-    CHECK(break_rings() == 1);
-    // The thread still waits in the ring it entered; what wakes it is served, or fails.
-    run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}});
-    for (int i = 0; i < 3; ++i) {
-        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error != 0);
+    for (const unsigned num_rings : {1U, 3U}) {
+        IoEngine engine(options({IoBackend::kIoUring, num_rings}, 4));
+        CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error == 0);
+        CHECK(break_rings() == num_rings);
+        // The threads still wait in the rings they entered; what wakes one is served, or fails.
+        run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}});
+        for (int i = 0; i < 3; ++i) {
+            CHECK(run(engine, IoKind::kRead, {{file.fd(), 0, buffer.data(), 65536}}).error != 0);
+        }
+        CHECK(!engine.register_buffer(buffer.data(), buffer.size()));
+        engine.close();
+        CHECK(engine.num_in_flight() == 0);
     }
-    CHECK(!engine.register_buffer(buffer.data(), buffer.size()));
-    engine.close();
-    CHECK(engine.num_in_flight() == 0);
 }
 
 TEST(watched_pages_that_changed_behind_our_back_are_errors)
 {
     constexpr std::uint64_t kPages = 12, kBytes = kPages * 4096;
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 2 * kBytes);
         std::vector<char> written(kBytes), found(kBytes);
         fill(written.data(), kBytes, 3);
@@ -522,7 +506,7 @@ TEST(watching_anew_forgets_what_was_known_of_any_page_of_it)
 TEST(pages_taken_over_are_compared_when_the_last_of_them_was_read)
 {
     constexpr std::uint64_t kPages = 10, kBytes = kPages * 4096;
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, kBytes);
         const FileRanges ranges = {{file.fd(), 6 * 4096, 4 * 4096}, {file.fd(), 0, 6 * 4096}};
         std::vector<char> written(kBytes), found(kBytes);
@@ -587,7 +571,7 @@ TEST(pages_taken_over_are_compared_when_the_last_of_them_was_read)
 
 TEST(close_says_when_it_lasts)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         TempFile file(Access::kBuffered, 4096);
         std::vector<char> buffer(4096);
         IoEngine engine(options(backend));

@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -42,10 +43,18 @@ inline bool has_io_uring()
     return is_there;
 }
 
-inline std::vector<IoBackend> backends()
+struct Backing {
+    Backing(IoBackend backend, unsigned num_rings = 1) : backend(backend), num_rings(num_rings) {}
+    IoBackend backend;
+    unsigned num_rings;
+};
+
+inline std::vector<Backing> backends()
 {
-    return has_io_uring() ? std::vector<IoBackend>{IoBackend::kIoUring, IoBackend::kThreads}
-                          : std::vector<IoBackend>{IoBackend::kThreads};
+    if (!has_io_uring()) {
+        return {IoBackend::kThreads};
+    }
+    return {IoBackend::kIoUring, {IoBackend::kIoUring, 3}, IoBackend::kThreads};
 }
 
 // An unlinked file in TMPDIR. Where the file system has no O_DIRECT the file is buffered.
@@ -77,16 +86,62 @@ class TempFile {
     int fd_ = -1;
 };
 
-inline IoOptions options(IoBackend backend, unsigned queue_depth = 8,
+inline IoOptions options(Backing backing, unsigned queue_depth = 8,
                          std::uint64_t block_bytes = 8192)
 {
     IoOptions chosen;
-    chosen.backend = backend;
+    chosen.backend = backing.backend;
+    chosen.num_rings = backing.num_rings;
     chosen.queue_depth = queue_depth;
     chosen.block_bytes = block_bytes;
     chosen.num_threads = queue_depth < 4 ? queue_depth : 4;
     return chosen;
 }
+
+// Runs `body` in a child, which must end with status 0.
+template <typename Body>
+inline bool succeeds_in_child(Body body)
+{
+    const pid_t child = fork();
+    if (child == 0) {
+        bool is_good = false;
+        try {
+            is_good = body();
+        } catch (...) {
+        }
+        _exit(is_good ? 0 : 1);
+    }
+    int status = -1;
+    return child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
+           WEXITSTATUS(status) == 0;
+}
+
+class Pipe {
+  public:
+    Pipe()
+    {
+        if (pipe2(fds_, O_CLOEXEC) != 0) {
+            throw std::runtime_error("cannot make a pipe");
+        }
+    }
+    ~Pipe()
+    {
+        ::close(fds_[0]);
+        ::close(fds_[1]);
+    }
+    Pipe(const Pipe&) = delete;
+    Pipe& operator=(const Pipe&) = delete;
+    int end_to_read() const { return fds_[0]; }
+    void write_byte(char byte)
+    {
+        if (write(fds_[1], &byte, 1) != 1) {
+            throw std::runtime_error("cannot write to a pipe");
+        }
+    }
+
+  private:
+    int fds_[2];
+};
 
 inline std::future<IoOutcome> start(IoEngine& engine, IoKind kind, std::vector<IoExtent> extents,
                                     std::int64_t priority = 0)

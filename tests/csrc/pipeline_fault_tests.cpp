@@ -117,7 +117,7 @@ TEST(pipeline_runs_the_earliest_deadline_first)
 
 TEST(pipeline_only_readers_of_a_late_chunk_wait)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         World world({.backend = backend, .staging_chunks = 5});
         world.engine->add_fault(
             fault(IoKind::kRead, IoFault::Effect::kHold, world.state_range(3, 0)));
@@ -135,7 +135,7 @@ TEST(pipeline_only_readers_of_a_late_chunk_wait)
 
 TEST(pipeline_dropped_while_reading)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         World world({.backend = backend});
         world.engine->add_fault(
             fault(IoKind::kRead, IoFault::Effect::kHold, world.state_range(0, 0)));
@@ -184,7 +184,7 @@ TEST(pipeline_dropped_while_updating)
 
 TEST(pipeline_dropped_while_writing)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         World world({.backend = backend});
         world.engine->add_fault(
             fault(IoKind::kWrite, IoFault::Effect::kHold, world.state_range(0, 1)));
@@ -208,7 +208,7 @@ TEST(pipeline_dropped_after_it_was_written)
 
 TEST(pipeline_read_failure_reaches_every_waiter)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         World world({.backend = backend});
         const FileRange where = world.state_range(2, 0);
         world.engine->add_fault(fault(IoKind::kRead, IoFault::Effect::kError, where));
@@ -224,7 +224,7 @@ TEST(pipeline_read_failure_reaches_every_waiter)
 
 TEST(pipeline_write_failure_reaches_every_waiter)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         for (const Place params : {Place::kDram, Place::kStorage}) {
             World world({.backend = backend, .params = params});
             const FileRange where = world.state_range(1, 1);
@@ -242,7 +242,7 @@ TEST(pipeline_write_failure_reaches_every_waiter)
 
 TEST(pipeline_short_transfers_are_completed)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         World world({.backend = backend});
         for (const IoKind kind : {IoKind::kRead, IoKind::kWrite}) {
             IoFault cut;
@@ -335,7 +335,7 @@ TEST(pipeline_an_update_that_cannot_read_again_is_waited_for_by_nobody)
 
 TEST(pipeline_stops_in_the_middle)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         for (int attempt = 0; attempt < 8; ++attempt) {
             World world({.backend = backend, .params = Place::kStorage});
             world.enqueue_all(1);

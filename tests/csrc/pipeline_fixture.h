@@ -110,7 +110,7 @@ class FailingRule final : public UpdateRule {
 enum class Place { kDram, kStorage };
 
 struct WorldOptions {
-    IoBackend backend = IoBackend::kThreads;
+    Backing backend = IoBackend::kThreads;
     Place state = Place::kStorage;
     Place params = Place::kDram;
     Place gradients = Place::kDram;

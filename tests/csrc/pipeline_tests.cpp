@@ -47,7 +47,7 @@ void run_generations(World& world, std::int64_t count)
 
 TEST(pipeline_generations_in_every_placement)
 {
-    for (const IoBackend backend : backends()) {
+    for (const Backing& backend : backends()) {
         for (int placement = 0; placement < 24; ++placement) {
             WorldOptions wanted;
             wanted.moments = static_cast<MomentType>(placement / 8);

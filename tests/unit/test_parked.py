@@ -87,6 +87,7 @@ def test_what_reads_parked_values_keeps_all_paths_busy(
             "partition_of": lambda _: partition,
             "register_closer": lambda _: lambda: None,
             "_read_bytes": lambda *_: 0,
+            "cores_of_rank": lambda: 9,
         }
         for name, value in found.items():
             monkeypatch.setattr(inference, name, value)
@@ -95,7 +96,8 @@ def test_what_reads_parked_values_keeps_all_paths_busy(
     monkeypatch.setattr(parked, "IoLane", start)
     with pytest.raises(_StartedError):
         _ = space.io if whose == "the space" else infer()
-    assert asked == [IoSettings("threads", depth, num_threads=threads)]
+    num_rings = 1 if whose == "the space" else 2
+    assert asked == [IoSettings("threads", depth, num_threads=threads, num_rings=num_rings)]
 
 
 def flip(parked: ParkedValues, piece: int, at: int) -> None:

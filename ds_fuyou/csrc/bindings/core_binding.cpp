@@ -248,16 +248,17 @@ void bind_io(py::module_& m)
         .def_readwrite("report_secs", &IoTicket::report_secs);
     py::class_<IoEngine, std::shared_ptr<IoEngine>>(m, "IoEngine")
         .def(py::init([](IoBackend backend, unsigned queue_depth, std::uint64_t block_bytes,
-                         unsigned num_threads) {
+                         unsigned num_threads, unsigned num_rings) {
                  IoOptions options;
                  options.backend = backend;
                  options.queue_depth = queue_depth;
                  options.block_bytes = block_bytes;
                  options.num_threads = num_threads;
+                 options.num_rings = num_rings;
                  return std::make_shared<IoEngine>(options);
              }),
              py::arg("backend"), py::arg("queue_depth"), py::arg("block_bytes"),
-             py::arg("num_threads"))
+             py::arg("num_threads"), py::arg("num_rings"))
         .def("submit", &submit, py::arg("kind"), py::arg("ranges"), py::arg("buffer"),
              py::arg("priority"), py::arg("memory"), py::arg("what"))
         .def(

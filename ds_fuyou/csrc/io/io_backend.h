@@ -15,8 +15,10 @@ namespace fuyou {
 class Backend {
   public:
     virtual ~Backend() = default;  // after join()
-    // Something was submitted, or the queue was closed.
+    // Something was submitted.
     virtual void wake() = 0;
+    // The queue was closed, or what it held back goes on.
+    virtual void wake_all() = 0;
     virtual bool register_buffer(char* address, std::uint64_t num_bytes) = 0;
     virtual void unregister_buffer(char* address, std::uint64_t num_bytes) = 0;
     // Waits for the threads; only after IoQueue::close() and wake().

@@ -27,6 +27,14 @@ struct IoEngine::Impl {
                                      "this is a child of it by fork(): create an engine here");
         }
     }
+    void check_waits(const char* call) const
+    {
+        if (backend->is_engine_thread()) {
+            throw std::runtime_error(std::string(call) +
+                                     " must not be called from a completion: it waits for the "
+                                     "thread that runs it");
+        }
+    }
 
     const pid_t owner = getpid();
     IoQueue queue;
@@ -42,7 +50,7 @@ IoEngine::Impl::Impl(const IoOptions& options) : queue(options)
         reason = "the thread backend was asked for";
     } else {
         try {
-            backend = make_uring_backend(queue, options.queue_depth);
+            backend = make_uring_backend(queue, options);
             kind = IoBackend::kIoUring;
             return;
         } catch (const std::system_error& error) {
@@ -78,12 +86,14 @@ void IoEngine::submit(IoKind kind, std::vector<IoExtent> extents, std::int64_t p
 bool IoEngine::register_buffer(char* address, std::uint64_t num_bytes)
 {
     impl_->check_ours("register_buffer()");
+    impl_->check_waits("register_buffer()");
     return impl_->backend->register_buffer(address, num_bytes);
 }
 
 void IoEngine::unregister_buffer(char* address, std::uint64_t num_bytes)
 {
     impl_->check_ours("unregister_buffer()");
+    impl_->check_waits("unregister_buffer()");
     impl_->backend->unregister_buffer(address, num_bytes);
 }
 
@@ -100,7 +110,7 @@ void IoEngine::add_fault(const IoFault& fault)
 void IoEngine::clear_faults()
 {
     impl_->queue.clear_faults();
-    impl_->backend->wake();
+    impl_->backend->wake_all();
 }
 
 IoLaneStats IoEngine::stats(IoKind kind) const
@@ -159,13 +169,10 @@ bool IoEngine::close(double timeout_secs)
     if (!impl_->is_ours()) {
         return true;
     }
-    if (impl_->backend->is_engine_thread()) {
-        throw std::runtime_error(
-            "close() must not be called from a completion: it waits for the thread that runs it");
-    }
+    impl_->check_waits("close()");
     std::lock_guard<std::mutex> lock(impl_->close_mutex);
     impl_->queue.close();
-    impl_->backend->wake();
+    impl_->backend->wake_all();
     if (!impl_->queue.wait_drained(timeout_secs)) {
         return false;
     }

@@ -62,6 +62,7 @@ struct IoOptions {
     unsigned queue_depth = 32;                // pieces in flight at once
     std::uint64_t block_bytes = 1024 * 1024;  // an operation is cut into pieces of this size
     unsigned num_threads = 4;                 // thread backend only
+    unsigned num_rings = 1;  // io_uring only: rings, each served by a thread; fewer where refused
 };
 
 // Busy time of a lane is the time during which at least one operation of that kind was in flight,
@@ -108,9 +109,10 @@ class IoEngine {
 
     // Registers [address, address + num_bytes) with io_uring so that pieces inside it are sent as
     // fixed buffers. Returns false (and works without) where the kernel refuses, e.g.
-    // RLIMIT_MEMLOCK, and with the thread backend. Replaces ranges registered before that overlap
-    // it. The memory must stay mapped until unregister_buffer() or close(): after a munmap() the
-    // kernel would go on writing to the old pages.
+    // RLIMIT_MEMLOCK, which every ring counts by itself, be it for one of them; and with the thread
+    // backend. Replaces ranges registered before that overlap it. The memory must stay mapped until
+    // unregister_buffer() or close(): after a munmap() the kernel would go on writing to the old
+    // pages. Neither is to be called from a completion (std::runtime_error).
     bool register_buffer(char* address, std::uint64_t num_bytes);
     // Forgets every registered range that overlaps; no operation may be in flight in it.
     void unregister_buffer(char* address, std::uint64_t num_bytes);

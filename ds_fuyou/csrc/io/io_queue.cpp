@@ -16,6 +16,7 @@ namespace {
 constexpr std::uint64_t kDirectBytes = 4096;  // offsets and lengths O_DIRECT accepts everywhere
 constexpr std::uint64_t kMaxBlockBytes = 1024 * 1024 * 1024;
 constexpr unsigned kMaxQueueDepth = 4096;
+constexpr unsigned kMaxRings = 64;
 // A transfer that the kernel refuses for now is tried again after a pause, about two seconds in
 // all.
 constexpr unsigned kMaxRetries = 1000;
@@ -40,6 +41,10 @@ std::uint64_t checked_block_bytes(const IoOptions& options)
         throw std::invalid_argument(
             "block_bytes must be a multiple of 4096 between 4096 and 1 GiB; got " +
             std::to_string(block_bytes));
+    }
+    if (options.num_rings < 1 || options.num_rings > kMaxRings) {
+        throw std::invalid_argument("num_rings must be between 1 and " + std::to_string(kMaxRings) +
+                                    "; got " + std::to_string(options.num_rings));
     }
     if (options.queue_depth < 1 || options.queue_depth > kMaxQueueDepth) {
         throw std::invalid_argument("queue_depth must be between 1 and " +
@@ -145,7 +150,7 @@ IoPiece* IoQueue::take_or_wait()
         IoClock::time_point next_due;
         if (IoPiece* piece = take_locked(&next_due)) {
             // One submission wakes one thread; each taker wakes the next while there is work.
-            if (!delayed_.empty() || (!waiting_.empty() && !free_pieces_.empty())) {
+            if (has_more_locked()) {
                 work_.notify_one();
             }
             return piece;
@@ -159,6 +164,17 @@ IoPiece* IoQueue::take_or_wait()
             work_.wait_until(lock, next_due);
         }
     }
+}
+
+bool IoQueue::has_more() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return has_more_locked();
+}
+
+bool IoQueue::has_more_locked() const
+{
+    return !delayed_.empty() || (!waiting_.empty() && !free_pieces_.empty());
 }
 
 IoPiece* IoQueue::take_locked(IoClock::time_point* next_due)

@@ -81,6 +81,8 @@ class IoQueue {
     IoPiece* take(IoClock::time_point* next_due);
     // The same, blocking; nullptr once the queue is closed and drained.
     IoPiece* take_or_wait();
+    // Whether another taker has something to do: to start a piece, or to wait until one is due.
+    bool has_more() const;
 
     PieceStep begin(IoPiece& piece);
     // `result` is the count of a transfer, or a negative errno.
@@ -116,6 +118,7 @@ class IoQueue {
     };
 
     IoPiece* take_locked(IoClock::time_point* next_due);
+    bool has_more_locked() const;
     IoPiece* cut_piece(IoClock::time_point now, IoClock::time_point* not_before);
     PieceStep settle_error(IoPiece& piece, int error);
     void put_back(IoPiece& piece, IoClock::time_point not_before);

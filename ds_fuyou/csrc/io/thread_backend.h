@@ -16,6 +16,7 @@ class ThreadBackend final : public Backend {
     ~ThreadBackend() override;
 
     void wake() override {}  // the threads wait in the queue itself
+    void wake_all() override {}
     bool register_buffer(char*, std::uint64_t) override { return false; }
     void unregister_buffer(char*, std::uint64_t) override {}
     void join() override;

@@ -11,10 +11,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <future>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -31,109 +34,181 @@ constexpr unsigned kOpRead = 22;       // Linux 5.6
 constexpr unsigned kOpWrite = 23;      // Linux 5.6
 constexpr std::uint64_t kWakeTag = 0;  // a piece's tag is its address
 
-// The ring belongs to its thread (IORING_SETUP_SINGLE_ISSUER), so the thread makes it, and calls
-// that need it are sent there as commands.
-class UringBackend final : public Backend {
-  public:
-    UringBackend(IoQueue& queue, unsigned queue_depth);
-    ~UringBackend() override;
+class UringBackend;
 
-    void wake() override;
-    bool register_buffer(char* address, std::uint64_t num_bytes) override;
-    void unregister_buffer(char* address, std::uint64_t num_bytes) override;
-    void join() override;
+// One ring, and the thread that it belongs to (IORING_SETUP_SINGLE_ISSUER): the thread makes it,
+// and calls that need it are sent there as commands.
+class RingThread {
+  public:
+    // Of pieces it has at most `window` in the kernel.
+    RingThread(UringBackend& backend, IoQueue& queue, unsigned window);
+    ~RingThread();
+    RingThread(const RingThread&) = delete;
+    RingThread& operator=(const RingThread&) = delete;
+
+    using Command = std::function<bool(BufferTable&)>;
+    // Runs it on the thread, and waits; false where the ring is gone. Not on an engine thread.
+    bool command(Command command);
+    void run(std::promise<void> started);
+    void wake();
+    bool has_room() const { return num_in_kernel_ < window_; }
+
+    std::thread thread;
 
   private:
-    using Command = std::function<bool(BufferTable&)>;
     struct PendingCommand {
         Command command;
         std::promise<bool> result;
     };
 
-    void run(unsigned queue_depth, std::promise<void> started);
     int serve(UringRing& ring);
     void fail_all(int error);
     void arm_wake(UringRing& ring);
     void advance(UringRing& ring, IoPiece* piece, PieceStep step);
     void prepare(UringRing& ring, const IoPiece& piece);
-    bool command(Command command);
     void run_commands();
     void refuse_commands();
 
+    UringBackend& backend_;
     IoQueue& queue_;
+    const unsigned window_;
     const int wake_fd_;
-    std::thread thread_;
 
     std::mutex commands_mutex_;
     std::vector<PendingCommand> commands_;
     bool takes_commands_ = true;
 
-    // Of the ring's thread.
+    // Written by the ring's thread alone, as what follows is used by it alone.
+    std::atomic<unsigned> num_in_kernel_{0};
     std::optional<BufferTable> buffers_;
     std::vector<IoPiece*> in_kernel_;
     bool is_wake_armed_ = false;
 };
 
-UringBackend::UringBackend(IoQueue& queue, unsigned queue_depth)
-    : queue_(queue), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
+// [Note: several rings]
+// What a thread does for a piece (its checksums, looking up its pages) bounds what one thread can
+// move, so each ring takes a part of the queue depth, and no more. The first ring with room is
+// woken for what was submitted; one that is full while there is more wakes the next. So few
+// requests are served by one thread, and a thread that falls behind hands on what comes. Nothing
+// is forgotten: a ring looks at the queue after every completion that makes room, so where none
+// has room when something is submitted, each looks later.
+class UringBackend final : public Backend {
+  public:
+    UringBackend(IoQueue& queue, unsigned queue_depth, unsigned num_rings);
+    ~UringBackend() override { join(); }
+
+    void wake() override;
+    void wake_all() override;
+    bool register_buffer(char* address, std::uint64_t num_bytes) override;
+    void unregister_buffer(char* address, std::uint64_t num_bytes) override;
+    void join() override;
+
+  private:
+    void start(RingThread& ring);
+
+    std::vector<std::unique_ptr<RingThread>> rings_;
+};
+
+UringBackend::UringBackend(IoQueue& queue, unsigned queue_depth, unsigned num_rings)
 {
-    if (wake_fd_ < 0) {
-        throw std::system_error(errno, std::generic_category(), "eventfd");
+    const unsigned window = (queue_depth + num_rings - 1) / num_rings;
+    // None of them looks at the others yet: nothing is submitted before all are there.
+    for (unsigned i = 0; i < num_rings; ++i) {
+        try {
+            auto ring = std::make_unique<RingThread>(*this, queue, window);
+            start(*ring);
+            rings_.push_back(std::move(ring));
+        } catch (const std::system_error&) {
+            if (rings_.empty()) throw;
+            break;  // limits of memory, descriptors or threads: fewer do it, too
+        }
     }
-    std::promise<void> started;
-    std::future<void> refusal = started.get_future();
+}
+
+void UringBackend::start(RingThread& ring)
+{
+    auto started = std::make_shared<std::promise<void>>();
+    std::future<void> refusal = started->get_future();
+    ring.thread = start_thread([&ring, started] { ring.run(std::move(*started)); });
     try {
-        thread_ =
-            start_thread([this, queue_depth,
-                          promise = std::make_shared<std::promise<void>>(std::move(started))] {
-                run(queue_depth, std::move(*promise));
-            });
         refusal.get();
     } catch (...) {
-        join();
-        close(wake_fd_);
+        ring.thread.join();
         throw;
     }
 }
 
-UringBackend::~UringBackend()
+void UringBackend::wake()
 {
-    join();
+    for (const auto& ring : rings_) {
+        if (ring->has_room()) {
+            ring->wake();
+            return;
+        }
+    }
+}
+
+void UringBackend::wake_all()
+{
+    for (const auto& ring : rings_) {
+        ring->wake();
+    }
+}
+
+void UringBackend::join()
+{
+    for (const auto& ring : rings_) {
+        if (ring->thread.joinable()) {
+            ring->thread.join();
+        }
+    }
+}
+
+bool UringBackend::register_buffer(char* address, std::uint64_t num_bytes)
+{
+    bool is_everywhere = true;
+    for (const auto& ring : rings_) {
+        is_everywhere &=
+            ring->command([=](BufferTable& buffers) { return buffers.insert(address, num_bytes); });
+    }
+    return is_everywhere;
+}
+
+void UringBackend::unregister_buffer(char* address, std::uint64_t num_bytes)
+{
+    for (const auto& ring : rings_) {
+        ring->command([=](BufferTable& buffers) {
+            buffers.erase(address, num_bytes);
+            return true;
+        });
+    }
+}
+
+RingThread::RingThread(UringBackend& backend, IoQueue& queue, unsigned window)
+    : backend_(backend),
+      queue_(queue),
+      window_(window),
+      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
+{
+    if (wake_fd_ < 0) {
+        throw std::system_error(errno, std::generic_category(), "eventfd");
+    }
+}
+
+RingThread::~RingThread()
+{
     close(wake_fd_);
 }
 
-void UringBackend::wake()
+void RingThread::wake()
 {
     const std::uint64_t one = 1;
     // Fails only when the counter is full, and then the thread is awake.
     [[maybe_unused]] const ssize_t count = write(wake_fd_, &one, sizeof one);
 }
 
-void UringBackend::join()
+bool RingThread::command(Command command)
 {
-    if (thread_.joinable()) {
-        thread_.join();
-    }
-}
-
-bool UringBackend::register_buffer(char* address, std::uint64_t num_bytes)
-{
-    return command([=](BufferTable& buffers) { return buffers.insert(address, num_bytes); });
-}
-
-void UringBackend::unregister_buffer(char* address, std::uint64_t num_bytes)
-{
-    command([=](BufferTable& buffers) {
-        buffers.erase(address, num_bytes);
-        return true;
-    });
-}
-
-bool UringBackend::command(Command command)
-{
-    if (is_engine_thread()) {
-        return buffers_ && command(*buffers_);
-    }
     std::future<bool> result;
     {
         std::lock_guard<std::mutex> lock(commands_mutex_);
@@ -147,7 +222,7 @@ bool UringBackend::command(Command command)
     return result.get();
 }
 
-void UringBackend::run_commands()
+void RingThread::run_commands()
 {
     std::vector<PendingCommand> commands;
     {
@@ -159,7 +234,7 @@ void UringBackend::run_commands()
     }
 }
 
-void UringBackend::refuse_commands()
+void RingThread::refuse_commands()
 {
     std::lock_guard<std::mutex> lock(commands_mutex_);
     takes_commands_ = false;
@@ -169,17 +244,17 @@ void UringBackend::refuse_commands()
     commands_.clear();
 }
 
-void UringBackend::run(unsigned queue_depth, std::promise<void> started)
+void RingThread::run(std::promise<void> started)
 {
     std::optional<UringRing> ring;
     try {
-        ring.emplace(queue_depth + 1);  // one entry for the wake-up
+        ring.emplace(window_ + 1);  // one entry for the wake-up
     } catch (const std::system_error&) {
         started.set_exception(std::current_exception());
         return;
     }
     buffers_.emplace(*ring);
-    in_kernel_.reserve(queue_depth);
+    in_kernel_.reserve(window_);
     started.set_value();
     const int error = serve(*ring);
     refuse_commands();
@@ -188,17 +263,23 @@ void UringBackend::run(unsigned queue_depth, std::promise<void> started)
     if (error != 0) {
         fail_all(error);
     }
+    backend_.wake_all();  // for the others it is the end, too
 }
 
 // Takes, submits and reaps until the queue is drained; 0, or the errno that ended the ring.
-int UringBackend::serve(UringRing& ring)
+int RingThread::serve(UringRing& ring)
 {
     while (true) {
         arm_wake(ring);
         run_commands();
-        IoClock::time_point next_due;
-        while (IoPiece* piece = queue_.take(&next_due)) {
+        IoClock::time_point next_due = IoClock::time_point::max();
+        while (has_room()) {
+            IoPiece* piece = queue_.take(&next_due);
+            if (piece == nullptr) break;
             advance(ring, piece, queue_.begin(*piece));
+        }
+        if (!has_room() && queue_.has_more()) {
+            backend_.wake();
         }
         if (queue_.is_drained()) {
             return 0;
@@ -218,6 +299,7 @@ int UringBackend::serve(UringRing& ring)
             }
             auto* piece = reinterpret_cast<IoPiece*>(completion.user_data);
             in_kernel_.erase(std::find(in_kernel_.begin(), in_kernel_.end(), piece));
+            num_in_kernel_ = static_cast<unsigned>(in_kernel_.size());
             // The kernel gives up what would block where it may start no thread for it (ulimit -u,
             // pids.max). This one can wait instead.
             const bool is_given_up = completion.res == -ECANCELED;
@@ -230,7 +312,7 @@ int UringBackend::serve(UringRing& ring)
 // The ring died under us (its descriptor was closed by somebody, say). Nothing can be known of the
 // pieces in the kernel, so they fail like all that follow: an error in the training thread, no
 // hang.
-void UringBackend::fail_all(int error)
+void RingThread::fail_all(int error)
 {
     for (IoPiece* piece : std::exchange(in_kernel_, {})) {
         piece->error = error;
@@ -244,7 +326,7 @@ void UringBackend::fail_all(int error)
 
 // The wake-up is emptied before it is armed again, and both before commands and the queue are
 // looked at: whatever comes after that finds it armed.
-void UringBackend::arm_wake(UringRing& ring)
+void RingThread::arm_wake(UringRing& ring)
 {
     if (is_wake_armed_) {
         return;
@@ -259,12 +341,13 @@ void UringBackend::arm_wake(UringRing& ring)
     is_wake_armed_ = true;
 }
 
-void UringBackend::advance(UringRing& ring, IoPiece* piece, PieceStep step)
+void RingThread::advance(UringRing& ring, IoPiece* piece, PieceStep step)
 {
     switch (step) {
         case PieceStep::kTransfer:
             prepare(ring, *piece);
             in_kernel_.push_back(piece);
+            num_in_kernel_ = static_cast<unsigned>(in_kernel_.size());
             break;
         case PieceStep::kDone:
             queue_.finish(piece);
@@ -274,7 +357,7 @@ void UringBackend::advance(UringRing& ring, IoPiece* piece, PieceStep step)
     }
 }
 
-void UringBackend::prepare(UringRing& ring, const IoPiece& piece)
+void RingThread::prepare(UringRing& ring, const IoPiece& piece)
 {
     const bool is_read = piece.kind() == IoKind::kRead;
     const std::uint64_t num_bytes = piece.next_num_bytes();
@@ -295,9 +378,9 @@ void UringBackend::prepare(UringRing& ring, const IoPiece& piece)
 
 }  // namespace
 
-std::unique_ptr<Backend> make_uring_backend(IoQueue& queue, unsigned queue_depth)
+std::unique_ptr<Backend> make_uring_backend(IoQueue& queue, const IoOptions& options)
 {
-    return std::make_unique<UringBackend>(queue, queue_depth);
+    return std::make_unique<UringBackend>(queue, options.queue_depth, options.num_rings);
 }
 
 }  // namespace fuyou
@@ -306,7 +389,7 @@ std::unique_ptr<Backend> make_uring_backend(IoQueue& queue, unsigned queue_depth
 
 namespace fuyou {
 
-std::unique_ptr<Backend> make_uring_backend(IoQueue&, unsigned)
+std::unique_ptr<Backend> make_uring_backend(IoQueue&, const IoOptions&)
 {
     throw std::system_error(ENOSYS, std::generic_category(),
                             "built on a machine without <linux/io_uring.h>");

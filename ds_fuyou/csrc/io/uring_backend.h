@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The io_uring backend: one thread that submits, reaps and runs completions.
+// The io_uring backend: threads that submit, reap and run completions, with a ring each.
 #pragma once
 
 #include <memory>
@@ -10,6 +10,6 @@
 namespace fuyou {
 
 // Throws std::system_error where the kernel refuses io_uring (EPERM, ENOSYS, ENOMEM, ...).
-std::unique_ptr<Backend> make_uring_backend(IoQueue& queue, unsigned queue_depth);
+std::unique_ptr<Backend> make_uring_backend(IoQueue& queue, const IoOptions& options);
 
 }  // namespace fuyou

@@ -51,7 +51,7 @@ from ds_fuyou.zero.parameters.param_swapper import (
     stores_of,
 )
 from ds_fuyou.zero.run.budgets import planned_host_bytes
-from ds_fuyou.zero.run.neighbours import count_neighbours, free_memory_of_rank
+from ds_fuyou.zero.run.neighbours import cores_of_rank, count_neighbours, free_memory_of_rank
 from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
@@ -99,7 +99,8 @@ class InferenceReads:
         self._forget_closer = register_closer(_closing(self))
         self._read_bytes = _read_bytes(self._activation, sum(partition.num_bytes for partition in free))
         space = sources[0].space.space
-        io = self._io = IoLane(IoSettings.for_paths(self._engine, space.num_paths), space.path_of)
+        settings = IoSettings.for_paths(self._engine, space.num_paths, cores_of_rank())
+        io = self._io = IoLane(settings, space.path_of)
         self.parameters = ParameterStore(
             PARTITION_TENSORS,
             self._device,

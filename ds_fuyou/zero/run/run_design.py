@@ -240,7 +240,7 @@ class RunDesign:
     def core_options(self, num_slots: int) -> CoreOptions:
         model, plan = self.model, self.plan
         config = model.activation.config
-        io = IoSettings.for_paths(config.io.engine, self.given.num_paths)
+        io = IoSettings.for_paths(config.io.engine, self.given.num_paths, self.given.num_cpus)
         return CoreOptions(
             residency=self.residency,
             num_slots=num_slots,
