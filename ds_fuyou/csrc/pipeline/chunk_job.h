@@ -18,10 +18,10 @@ namespace fuyou {
 // what of the chunk lives on storage: [state | P16 | G16]. A whole state that comes to memory, or
 // leaves it, is in its own block instead.
 enum class ChunkPipeline::JobState {
-    kQueued,    // none; it may name a gradient of the caller's
-    kReading,   // staging, which a transfer fills
-    kHeld,      // staging with the state; release() will say what becomes of it
-    kReady,     // staging and a gradient that is final: the worker may take it
+    kQueued,   // none; it may name a gradient of the caller's
+    kReading,  // staging, which a transfer fills
+    kHeld,     // staging with the state: release() will say what becomes of it, or its update ended
+    kReady,    // staging and a gradient that is final: the worker may take it
     kUpdating,  // the same, in use by the worker, which does not hold the mutex
     kParked,    // staging with new values, whose write has not begun
     kWriting,   // staging, which a transfer writes to the target slot

@@ -104,9 +104,9 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     stats_.num_updates += 1;
     stats_.num_updated_elements += numel;
     update_pace_.add(end - begin, static_cast<double>(numel));
-    trace_locked(1, *job, begin, end);
     expect_less_locked(*job, job->num_elements_left, 0);
     end_update_locked(job, error);
+    trace_locked(1, *job, begin, end);  // last: where memory is short it throws
     return true;
 }
 
