@@ -57,12 +57,6 @@ class Kept:
     def discard(self, partition: Partition) -> None:
         self._place_of.pop(partition, None)
 
-    def last_place(self) -> int:
-        """Of what is kept, where the one is used that is used last; -1 if there is none."""
-        while self._latest and self._place_of.get(self._latest[0][2]) != -self._latest[0][0]:
-            heapq.heappop(self._latest)
-        return -self._latest[0][0] if self._latest else -1
-
     def pop_last(self, after: int) -> Partition | None:
         """Takes out the one that is used last, if that is after the place ``after``."""
         age, num_values = self._trace.now - self._ordered_at, len(self._place_of)
@@ -71,11 +65,17 @@ class Kept:
             for partition in self._place_of:
                 self._place_of[partition] = self.place(partition)
             self._order()
-        if self.last_place() <= after:
-            return None
-        _, _, partition = heapq.heappop(self._latest)
-        del self._place_of[partition]
-        return partition
+        while self._latest:
+            place, _, partition = self._latest[0]
+            if self._place_of.get(partition) != -place:
+                heapq.heappop(self._latest)
+            elif -place <= after:
+                return None
+            else:
+                heapq.heappop(self._latest)
+                del self._place_of[partition]
+                return partition
+        return None
 
     def clear(self) -> None:
         self._place_of.clear()

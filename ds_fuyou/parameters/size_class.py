@@ -13,7 +13,7 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import HostPool
-from ds_fuyou.parameters.kept import NEVER, Kept
+from ds_fuyou.parameters.kept import Kept
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
 from ds_fuyou.planner.plan import kept_param_bytes
@@ -22,8 +22,6 @@ __all__ = ["SMALL_BYTES", "SizeClass"]
 
 SMALL_BYTES = 256 * 1024
 """Partitions of fewer bytes have a pool of their own."""
-_SHORTLY = 8  # partitions before a place that are looked at, within
-_MOST_LOOKED_AT = 64  # places
 
 
 class ReadMemory:
@@ -103,7 +101,10 @@ class SizeClass:
         self._unused_bytes = 0
         self._owed_bytes = 0  # of these, for an order that did not come
         self._passed_bytes = 0
-        self._comes_back = ((-1, -1, -1), NEVER)  # for a place, a turn and a period of the trace
+        # Of what is expected: the place of a use, and of the next one of the same, which is later than that of all that
+        # come after it here.
+        self._again: deque[tuple[int, int]] = deque()
+        self._turn, self._looked_to = -1, 0
         self.num_ahead = self.ahead_bytes * len(sizes) // sum(sizes)
         """How many of mean size reads ahead may take from kept values."""
 
@@ -129,27 +130,31 @@ class SizeClass:
         return self._unused_bytes
 
     def comes_back(self, place: int) -> int:
-        """Until when what is used shortly before ``place`` is used again behind it. Whatever is kept now and used later
-        than that is what a full pool gives up at ``place`` itself; :data:`NEVER` where that may be something else.
+        """Until when all that is used from now on to ``place`` is used again behind it. What is kept and used later
+        than that is what a full pool would give up at ``place`` itself.
         """
-        trace, last = self._trace, self.kept.last_place()
-        if self._owed_bytes or last <= place:
-            return NEVER
-        known = (place, trace.turn, trace.period)
-        if self._comes_back[0] == known:
-            return self._comes_back[1]
-        latest, num_seen = place, 0
-        for before in range(place - 1, max(trace.cursor, place - _MOST_LOOKED_AT) - 1, -1):
-            item = trace.at(before)
+        trace, again = self._trace, self._again
+        cursor = trace.cursor
+        if self._turn != trace.turn:
+            self._turn, self._looked_to = trace.turn, cursor
+            again.clear()
+        while again and again[0][0] < cursor:
+            again.popleft()
+        for at in range(max(self._looked_to, cursor), place):
+            item = trace.at(at)
             if item in self.members:
-                latest = max(latest, self.kept.place_after(item, place))
-                num_seen += 1
-                if latest >= last:
-                    return NEVER
-                if num_seen == _SHORTLY:
-                    break
-        self._comes_back = known, latest
-        return latest
+                behind = self.kept.place_after(item, at)
+                while again and again[-1][1] <= behind:
+                    again.pop()
+                again.append((at, behind))
+        self._looked_to = max(self._looked_to, place)
+        return max(place, again[0][1]) if again else place
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether reads ahead may take more than their quarter: not while as many are in flight, for which a read that
+        is waited for may have to wait, nor behind what was read for an order that did not come."""
+        return not self._owed_bytes and len(self.in_flight) <= self.num_ahead
 
     def passed(self, num_bytes: int) -> None:
         """So much was used."""

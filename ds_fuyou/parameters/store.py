@@ -14,12 +14,12 @@ Released values stay in their pool as long as a later use of them is expected be
 somebody waits for takes the memory of those that are used last. So does a read ahead, but only of what is used later
 than it. That alone would fill memory with what comes next, whatever that is, and a model that is used from its begin to
 its end again and again would be read whole each time: when a read is early, what will be the last one to be used at its
-own time may not have been used yet. So of values that are still to be used reads ahead have a quarter of the pool, and
-beyond it take what would be given up for them at the time of their use, too: what is used later than those come back
-that are used shortly before them. Backward uses in the opposite order what forward used, so in a step storage reads
-while kept values are used, and no byte is read for that. Of a model that is used from begin to end nothing is taken:
-of ``M`` bytes that a token needs about ``M - 3/4 * pool`` are read for it, and none if the model fits. While all that
-is expected is shown to the borrower, a use moves the order on and nothing else.
+own time may not have been used yet. So of values that are still to be used reads ahead have a quarter of the pool.
+Beyond it, while no more than that is in flight, they take what would be given up for them at the time of their use,
+too: what is used later than all come back that are used before them. Backward uses in the opposite order what forward
+used, so in a step storage reads while kept values are used, and no byte is read for that. In a model that is used from
+begin to end there is no such thing: of ``M`` bytes that a token needs about ``M - 3/4 * pool`` are read for it, and
+none if the model fits. While all that is expected is shown to the borrower, a use moves the order on and nothing else.
 
 [Note: what may differ between ranks]
 Which reads have ended differs; a gather must be the same collective everywhere, and an offered parameter is gathered
@@ -48,7 +48,6 @@ from ds_fuyou.parameters.kept import NEVER
 from ds_fuyou.parameters.partition import Partition, Presence
 from ds_fuyou.parameters.size_class import SMALL_BYTES, SizeClass
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
-from ds_fuyou.planner.plan import whole_bytes
 from ds_fuyou.storage.io import IoLane
 from ds_fuyou.storage.location import ValuesRead
 from ds_fuyou.telemetry.trace import Lane, LaneTrace
@@ -87,8 +86,8 @@ class Borrower(Protocol):
 
 class ParameterStore:
     """Used by the training thread alone. Read memory is two pools of together ``read_bytes``, or a little more where
-    two of the largest partition need it; memory beyond them is taken only as the last way (:meth:`_memory_for`), and
-    where the host computes for what is gathered together (:meth:`in_order`).
+    two of the largest partition need it (:meth:`_divided`); memory beyond them is taken only as the last way
+    (:meth:`_memory_for`), and where the host computes for what is gathered together (:meth:`in_order`).
     """
 
     def __init__(
@@ -133,10 +132,7 @@ class ParameterStore:
         stored = [partition for partition in self.partitions if partition.num_bytes]
         small = [partition for partition in stored if partition.num_bytes < SMALL_BYTES]
         large = [partition for partition in stored if partition.num_bytes >= SMALL_BYTES]
-        total, of_small = (sum(partition.num_bytes for partition in members) for members in (stored, small))
-        share = self._read_bytes * of_small // max(1, total)
-        small_bytes = min(_SMALL_REACH * share, max(share, self._read_bytes // 4), whole_bytes(of_small))
-        for members, num_bytes in ((large, self._read_bytes - small_bytes), (small, small_bytes)):
+        for members, num_bytes in zip((large, small), self._divided(large, small), strict=True):
             if not members:
                 continue
             size_class = SizeClass(members, num_bytes, self.trace, self._device)
@@ -154,6 +150,18 @@ class ParameterStore:
         for partition in self.partitions:
             partition.store = self
         self._count_hidden()
+
+    def _divided(self, large: Sequence[Partition], small: Sequence[Partition]) -> tuple[int, int]:
+        """Bytes of the two pools: by what there is of each, but more for small ones, up to a quarter or what they all
+        take. Large ones keep room for two of the largest and what is offered; what lacks for that is taken besides.
+        """
+        read_bytes = self._read_bytes
+        of_large, of_small = (sum(partition.num_bytes for partition in members) for members in (large, small))
+        share = read_bytes * of_small // max(1, of_large + of_small)
+        small_bytes = max(share, min(_SMALL_REACH * share, read_bytes // 4, of_small))
+        largest = max((partition.num_bytes for partition in large), default=0)
+        least = min(read_bytes - share, 2 * largest + max(read_bytes // 4, largest))
+        return max(least, read_bytes - small_bytes), small_bytes
 
     def _count_hidden(self) -> None:
         self._num_hidden = sum(not p.num_bytes and p.presence is not Presence.HERE for p in self.partitions)
@@ -419,7 +427,11 @@ class ParameterStore:
         if memory is not None:
             return memory
         freed, room = 0, size_class.ahead_bytes - size_class.unused_bytes(self.trace.cursor)
-        after = place if room >= wanted else size_class.comes_back(place)
+        after = place
+        if room < wanted:
+            if not size_class.may_go_on:
+                return None
+            after = size_class.comes_back(place)
         while memory is None and freed < 2 * wanted:
             evicted = self._evict(size_class, after=after, waits=False)
             if not evicted:

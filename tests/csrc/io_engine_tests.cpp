@@ -6,6 +6,7 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <limits>
 #include <memory>
@@ -444,9 +445,12 @@ TEST(a_ring_that_is_refused_is_done_without)
     std::printf("the sanitizer needs descriptors of its own, so none can be refused here\n");
     return;
 #endif
-    // Descriptors for one ring and its wake-up, and no more.
+    // Descriptors for one ring and two wake-ups. It has the whole depth then: reads of empty pipes
+    // take all of it but one.
     CHECK(succeeds_in_child([] {
+        constexpr unsigned kDepth = 8;
         TempFile file(Access::kBuffered, 4096);
+        std::vector<Pipe> pipes(kDepth - 1);
         const int next = dup(file.fd());
         ::close(next);
         rlimit limit{};
@@ -455,16 +459,21 @@ TEST(a_ring_that_is_refused_is_done_without)
         if (setrlimit(RLIMIT_NOFILE, &limit) != 0) {
             return false;
         }
-        IoEngine engine(options({IoBackend::kIoUring, 3}));
-        std::vector<char> bytes(4096, 1);
-        std::vector<std::future<IoOutcome>> outcomes;
-        for (int i = 0; i < 20; ++i) {
-            outcomes.push_back(start(engine, IoKind::kRead, {{file.fd(), 0, bytes.data(), 4096}}));
-        }
+        IoEngine engine(options({IoBackend::kIoUring, 3}, kDepth));
         bool is_good = dup(file.fd()) < 0 || dup(file.fd()) < 0;
-        for (std::future<IoOutcome>& outcome : outcomes) {
-            is_good = outcome.get().error == 0 && is_good;
+        std::vector<char> bytes(kDepth, 1);
+        std::vector<std::future<IoOutcome>> held;
+        for (std::size_t i = 0; i < pipes.size(); ++i) {
+            held.push_back(
+                start(engine, IoKind::kRead, {{pipes[i].end_to_read(), 0, &bytes[i], 1}}));
         }
-        return is_good && bytes[0] == 0;
+        std::future<IoOutcome> other =
+            start(engine, IoKind::kRead, {{file.fd(), 0, &bytes[kDepth - 1], 1}});
+        is_good = other.wait_for(std::chrono::seconds(20)) == std::future_status::ready && is_good;
+        for (std::size_t i = 0; i < pipes.size(); ++i) {
+            pipes[i].write_byte(static_cast<char>(10 + i));
+            is_good = held[i].get().error == 0 && bytes[i] == static_cast<char>(10 + i) && is_good;
+        }
+        return is_good && other.get().error == 0 && bytes[kDepth - 1] == 0;
     }));
 }

@@ -316,19 +316,47 @@ def test_small_ones_do_not_wait_behind_large_ones_that_are_used_later(is_alone: 
     rank.store.close()
 
 
-@pytest.mark.parametrize("num_evaluated", [0, 3])
-def test_of_an_order_that_goes_round_no_more_is_read(num_evaluated: int) -> None:
+@pytest.mark.parametrize("is_alone", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "num_trained", "share", "most"),
+    [
+        ("plain", 0, 0.5, 25),
+        ("plain", 3, 0.5, 25),
+        ("sparse", 0, 0.5, 31),  # others in memory between them: more places than a walk passes at once
+        ("shared", 0, 0.7, 26),  # a block of eight before each
+        ("shared", 0, 0.9, 20),
+    ],
+)
+def test_of_an_order_that_goes_round_no_more_is_read(
+    kind: str, num_trained: int, share: float, most: int, is_alone: bool
+) -> None:
     """After training or not: where what was used is used again before the rest, reads further ahead would take its
-    memory, and read the whole model each time."""
-    count, num_kept = 64, 32
-    rank = Rank([(SIZE, False, False)] * count, num_kept * SIZE, is_alone=True, rate=0.6 * SIZE)
-    forward = [[partition] for partition in rank.every]
-    for _ in range(num_evaluated):
+    memory, and read the whole model, 40 matrices, each time."""
+    count, others = 40, {"plain": 0, "sparse": 70, "shared": 8}[kind]
+    specs = [(SIZE, False, False)] * count + [(SIZE, False, kind == "sparse")] * others
+    stored = count + others * (kind == "shared")
+    rank = Rank(specs, int(share * stored) * SIZE, is_alone=is_alone, rate=0.7 * SIZE)
+    between = [[partition] for partition in rank.every[count:]]
+    forward = [module for partition in rank.every[:count] for module in (*between, [partition])]
+    for _ in range(num_trained):
         rank.run(forward + forward[::-1])
         rank.end_step()
-    for _ in range(4):
+    for _ in range(8):
         _, _, num_read = rank.run(forward)
-    assert num_read <= count - 3 * num_kept // 4 + 1
+        rank.end_step()
+    assert num_read <= most
+    rank.store.close()
+
+
+@pytest.mark.parametrize("share_of_small", [0.03, 0.1, 0.2])
+def test_memory_for_all_holds_all_however_it_is_divided(share_of_small: float) -> None:
+    num_large = 60
+    num_small = int(share_of_small * num_large * SIZE / (1 - share_of_small)) // 16_384
+    sizes = [SIZE] * num_large + [16_384] * num_small
+    rank = Rank([(size, False, False) for size in sizes], sum(sizes), is_alone=True, rate=SIZE)
+    for _ in range(3):
+        _, _, num_read = rank.run([[partition] for partition in rank.every])
+    assert num_read == 0
     rank.store.close()
 
 

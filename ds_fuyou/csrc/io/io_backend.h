@@ -21,7 +21,7 @@ class Backend {
     virtual void wake_all() = 0;
     virtual bool register_buffer(char* address, std::uint64_t num_bytes) = 0;
     virtual void unregister_buffer(char* address, std::uint64_t num_bytes) = 0;
-    // Waits for the threads; only after IoQueue::close() and wake().
+    // Waits for the threads; only after IoQueue::close() and wake_all().
     virtual void join() = 0;
 
     // True on the threads that this backend started.

@@ -109,10 +109,10 @@ class IoEngine {
 
     // Registers [address, address + num_bytes) with io_uring so that pieces inside it are sent as
     // fixed buffers. Returns false (and works without) where the kernel refuses, e.g.
-    // RLIMIT_MEMLOCK, which every ring counts by itself, be it for one of them; and with the thread
-    // backend. Replaces ranges registered before that overlap it. The memory must stay mapped until
-    // unregister_buffer() or close(): after a munmap() the kernel would go on writing to the old
-    // pages. Neither is to be called from a completion (std::runtime_error).
+    // RLIMIT_MEMLOCK, which every ring counts by itself: those before it have it then; and with the
+    // thread backend. Replaces ranges registered before that overlap it. The memory must stay
+    // mapped until unregister_buffer() or close(): after a munmap() the kernel would go on writing
+    // to the old pages. Neither is to be called from a completion (std::runtime_error).
     bool register_buffer(char* address, std::uint64_t num_bytes);
     // Forgets every registered range that overlaps; no operation may be in flight in it.
     void unregister_buffer(char* address, std::uint64_t num_bytes);

@@ -40,8 +40,8 @@ class UringBackend;
 // and calls that need it are sent there as commands.
 class RingThread {
   public:
-    // Of pieces it has at most `window` in the kernel.
-    RingThread(UringBackend& backend, IoQueue& queue, unsigned window);
+    // Of pieces it has at most `most` in the kernel, and no more than set_window() says.
+    RingThread(UringBackend& backend, IoQueue& queue, unsigned most);
     ~RingThread();
     RingThread(const RingThread&) = delete;
     RingThread& operator=(const RingThread&) = delete;
@@ -51,6 +51,7 @@ class RingThread {
     bool command(Command command);
     void run(std::promise<void> started);
     void wake();
+    void set_window(unsigned num_pieces) { window_ = num_pieces; }
     bool has_room() const { return num_in_kernel_ < window_; }
 
     std::thread thread;
@@ -71,8 +72,9 @@ class RingThread {
 
     UringBackend& backend_;
     IoQueue& queue_;
-    const unsigned window_;
+    const unsigned most_;
     const int wake_fd_;
+    std::atomic<unsigned> window_;
 
     std::mutex commands_mutex_;
     std::vector<PendingCommand> commands_;
@@ -107,21 +109,26 @@ class UringBackend final : public Backend {
     void start(RingThread& ring);
 
     std::vector<std::unique_ptr<RingThread>> rings_;
+    std::mutex buffers_mutex_;  // all rings have the same buffers, but for those that were refused
 };
 
 UringBackend::UringBackend(IoQueue& queue, unsigned queue_depth, unsigned num_rings)
 {
-    const unsigned window = (queue_depth + num_rings - 1) / num_rings;
     // None of them looks at the others yet: nothing is submitted before all are there.
+    rings_.reserve(num_rings);
     for (unsigned i = 0; i < num_rings; ++i) {
         try {
-            auto ring = std::make_unique<RingThread>(*this, queue, window);
+            auto ring = std::make_unique<RingThread>(*this, queue, queue_depth);
             start(*ring);
             rings_.push_back(std::move(ring));
-        } catch (const std::system_error&) {
+        } catch (const std::exception&) {
             if (rings_.empty()) throw;
-            break;  // limits of memory, descriptors or threads: fewer do it, too
+            break;  // limits of memory, descriptors or threads: fewer share the depth
         }
+    }
+    const auto num_started = static_cast<unsigned>(rings_.size());
+    for (const auto& ring : rings_) {
+        ring->set_window((queue_depth + num_started - 1) / num_started);
     }
 }
 
@@ -166,16 +173,16 @@ void UringBackend::join()
 
 bool UringBackend::register_buffer(char* address, std::uint64_t num_bytes)
 {
-    bool is_everywhere = true;
-    for (const auto& ring : rings_) {
-        is_everywhere &=
-            ring->command([=](BufferTable& buffers) { return buffers.insert(address, num_bytes); });
-    }
-    return is_everywhere;
+    std::lock_guard<std::mutex> lock(buffers_mutex_);
+    return std::all_of(rings_.begin(), rings_.end(), [=](const auto& ring) {
+        return ring->command(
+            [=](BufferTable& buffers) { return buffers.insert(address, num_bytes); });
+    });
 }
 
 void UringBackend::unregister_buffer(char* address, std::uint64_t num_bytes)
 {
+    std::lock_guard<std::mutex> lock(buffers_mutex_);
     for (const auto& ring : rings_) {
         ring->command([=](BufferTable& buffers) {
             buffers.erase(address, num_bytes);
@@ -184,11 +191,12 @@ void UringBackend::unregister_buffer(char* address, std::uint64_t num_bytes)
     }
 }
 
-RingThread::RingThread(UringBackend& backend, IoQueue& queue, unsigned window)
+RingThread::RingThread(UringBackend& backend, IoQueue& queue, unsigned most)
     : backend_(backend),
       queue_(queue),
-      window_(window),
-      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
+      most_(most),
+      wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      window_(most)
 {
     if (wake_fd_ < 0) {
         throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -248,13 +256,13 @@ void RingThread::run(std::promise<void> started)
 {
     std::optional<UringRing> ring;
     try {
-        ring.emplace(window_ + 1);  // one entry for the wake-up
+        ring.emplace(most_ + 1);  // one entry for the wake-up
     } catch (const std::system_error&) {
         started.set_exception(std::current_exception());
         return;
     }
     buffers_.emplace(*ring);
-    in_kernel_.reserve(window_);
+    in_kernel_.reserve(most_);
     started.set_value();
     const int error = serve(*ring);
     refuse_commands();
@@ -314,6 +322,7 @@ int RingThread::serve(UringRing& ring)
 // hang.
 void RingThread::fail_all(int error)
 {
+    num_in_kernel_ = 0;
     for (IoPiece* piece : std::exchange(in_kernel_, {})) {
         piece->error = error;
         queue_.finish(piece);
