@@ -38,24 +38,31 @@ config = {**ds_config(gradient_clipping=1.0, gradient_accumulation_steps=2), "fu
 if budget != "none":
     config["zero_optimization"] = {"stage": 3}  # their offload sections would fix the tiers
 deepspeed.init_distributed("gloo")
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+# How much of what it was forked with a process has is another number for each.
+with open("/proc/self/clear_refs", "w") as peaks:
+    peaks.write("5")
+base = status("VmRSS")
 with deepspeed.zero.Init(config_dict_or_path=config):
     model = TinyGPT(num_layers=num_layers, width=640, vocabulary=500)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 for micro_batch in range(8):  # of a few tokens: to compute more takes long, and no more memory that grows
     engine.backward(engine(make_batch({}, micro_batch, 0)["ids"][:1, :5]))
     engine.step()
-with open("/proc/self/status") as status:  # ru_maxrss would begin with what the process that started this one has
-    peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 rows = placement_of(engine.optimizer.rank_state)
 resident = sum(row.num_bytes for row in rows if row.tier == "cpu" and "pool" not in row.name)
-print("FOUND", sum(p.ds_numel for p in model.parameters()), peak_bytes, resident, flush=True)
+print("FOUND", sum(p.ds_numel for p in model.parameters()), status("VmHWM") - base, resident, flush=True)
 engine.destroy()
 """
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a process of its own, forked with as much as the others: parameters, peak resident bytes, bytes of the classes
+    """Of a process of its own: parameters, the most resident bytes beyond those before the model, bytes of the classes
     that the plan keeps in memory."""
 
     numel: int
