@@ -24,10 +24,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = ["run"]
 
@@ -37,6 +38,7 @@ QUEUE_DEPTH = 32
 OPERATION_BYTES = 8 << 20
 MODES = ("read", "write", "mixed")
 
+_Name = TypeVar("_Name")
 _ROOT = Path(__file__).resolve().parent
 _CSRC = _ROOT.parent / "ds_fuyou" / "csrc"
 _COMMAND_SECS = 300
@@ -92,11 +94,8 @@ def run_rings(directory: Path, num_rings: Sequence[int], num_rounds: int) -> dic
         driver = _build_driver(Path(scratch))
         data = Path(scratch) / "data"
         allocate(data)
-        values: dict[int, list[float]] = {count: [] for count in num_rings}
-        for index in range(num_rounds):
-            for count in num_rings if index % 2 == 0 else reversed(num_rings):
-                values[count].append(_engine(driver, data, "checked", f"io_uring:{count}"))
-        return {count: _summary(rates) for count, rates in values.items()}
+        series = {count: partial(_engine, driver, data, "checked", f"io_uring:{count}") for count in num_rings}
+        return {count: _summary(rates) for count, rates in _in_turn(series, num_rounds).items()}
 
 
 def allocate(data: Path) -> None:
@@ -118,16 +117,21 @@ def _compare(driver: Path, data: Path, mode: str, num_pairs: int) -> dict[str, A
         "fio_tuned": lambda: _fio(data, mode, _TUNED, _HUGE_PAGES),
         "engine_threads": lambda: _engine(driver, data, mode, "threads"),
     }
-    values: dict[str, list[float]] = {name: [] for name in series}
-    for index in range(num_pairs):
-        names = list(series)
-        for name in names if index % 2 == 0 else reversed(names):
-            values[name].append(series[name]())
+    values = _in_turn(series, num_pairs)
     result: dict[str, Any] = {name: _summary(rates) for name, rates in values.items()}
     result["ratio"] = _median_ratio(values["engine"], values["fio"])
     result["ratio_tuned"] = _median_ratio(values["engine"], values["fio_tuned"])
     result["ratio_threads"] = _median_ratio(values["engine_threads"], values["fio"])
     return result
+
+
+def _in_turn(series: Mapping[_Name, Callable[[], float]], num_rounds: int) -> dict[_Name, list[float]]:
+    """What each gives in every round; rounds go through them in alternating order."""
+    values: dict[_Name, list[float]] = {name: [] for name in series}
+    for index in range(num_rounds):
+        for name in series if index % 2 == 0 else reversed(list(series)):
+            values[name].append(series[name]())
+    return values
 
 
 def _summary(rates: Sequence[float]) -> dict[str, Any]:

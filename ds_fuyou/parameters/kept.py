@@ -31,14 +31,15 @@ class Kept:
 
     def place(self, partition: Partition) -> int:
         """Of its next use, as far as these values serve it."""
-        place, step = self._trace.next_place(partition), self._trace.next_step()
-        if place is None or (partition.source.changes and step is not None and place > step):
-            return NEVER
-        return place
+        return self._served(partition, self._trace.next_place(partition))
 
     def place_after(self, partition: Partition, behind: int) -> int:
         """Of its first use behind a place, as far as the values of its next use serve it."""
-        place, step = self._trace.place_after(partition, behind), self._trace.next_step()
+        return self._served(partition, self._trace.place_after(partition, behind))
+
+    def _served(self, partition: Partition, place: int | None) -> int:
+        """:data:`NEVER` where a step changes the values before."""
+        step = self._trace.next_step()
         if place is None or (partition.source.changes and step is not None and place > step):
             return NEVER
         return place
