@@ -18,6 +18,9 @@ from tests.harness.cpu_info import look_up, use_known
 from tests.harness.limits import HANG_SECS
 from tests.harness.ports import free_port, remove_shared_buffers
 
+# OpenMP's threads look at this when torch is first imported, and so do those of every process that a test starts: they
+# wait asleep. Spinning, as is their habit, they keep the cores from the other workers.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # DeepSpeed looks at this when it is first imported.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("MAX_JOBS", "2")
