@@ -26,9 +26,6 @@ class Kept:
         self._turn = trace.turn
         self._ordered_at = -1  # all places were found: not at each of many turns, but also as uses are left out
 
-    def __contains__(self, partition: Partition) -> bool:
-        return partition in self._place_of
-
     def place(self, partition: Partition) -> int:
         """Of its next use, as far as these values serve it."""
         return self._served(partition, self._trace.next_place(partition))

@@ -238,9 +238,6 @@ class SwapSpace:
         """The directory behind a descriptor, for error messages."""
         return self._directories[self._fds.index(fd)] if fd in self._fds else self._directories[0]
 
-    def owns(self, fd: int) -> bool:
-        return fd in self._fds
-
     def close(self) -> None:
         """Closes the files, which then are gone, also where a forked child still has them. Idempotent."""
         fds, self._fds = self._fds, []

@@ -132,7 +132,7 @@ class StepReport:
         self._num_steps = 0
         self._logged_steps = 0
         self._start = self._at_log = LaneTimes()
-        self._began = self._logged_at = 0.0
+        self._logged_at = 0.0
         self._closed = self._has_failed = False
         self._forget: Callable[[], None] = lambda: None
 
@@ -155,7 +155,7 @@ class StepReport:
         if self._num_steps == 1:
             self._forget = register_closer(partial(self._close_at_exit, weakref.ref(rank_state)))
             self._start = self._at_log = LaneTimes.of(rank_state)
-            self._began = self._logged_at = time.perf_counter()
+            self._logged_at = time.perf_counter()
             self._logged_steps = 1
             get_logger().info("%s", placement_table(placement_of(rank_state), rank_state.core.layout.numel))
         elif self._num_steps == _FIRST_REPORT or self._num_steps % 100 == 0:
@@ -187,7 +187,7 @@ class StepReport:
     def leave_out(self, secs: float, work: LaneTimes) -> None:
         """``work`` done within ``secs``, measurements say, was no work of a step."""
         self._start, self._at_log = self._start.after(work), self._at_log.after(work)
-        self._began, self._logged_at = self._began + secs, self._logged_at + secs
+        self._logged_at += secs
 
     def close(self, rank_state: Any) -> None:
         """The summary of all steps but the first. Once; nothing when fewer than two were applied, or when the optimizer

@@ -245,9 +245,6 @@ class RankState:
     def param(self, span: ParamSpan) -> Parameter:
         return self.model.trained[span.index]
 
-    def owns(self, param: Parameter) -> bool:
-        return param.ds_id in self._spans
-
     def before_module(self, params: Iterable[Parameter]) -> None:
         """A module is about to run: makes what it needs available, then reads ahead. Comes before DeepSpeed's fetch."""
         parameters = self.parameters
