@@ -518,7 +518,12 @@ class OutOfCoreOptimizer:
 
     def copy_updated(self, chunk: int, begin: int, memory: torch.Tensor) -> bool:
         """Fills ``memory`` (bytes) with the chunk's P16 from byte ``begin`` on, out of an update that has yet to write
-        it to storage; False if it is there."""
+        it to storage; False if it is there.
+
+        Raises:
+            FuyouStateError: as :meth:`require_own_process`.
+        """
+        self.require_own_process()
         copied: bool = self._worker.ask(self.pipeline.copy_updated, chunk, begin, memory.numel(), memory.data_ptr())
         return copied
 

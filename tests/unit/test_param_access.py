@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.memory import aligned_tensor
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
@@ -80,6 +81,25 @@ def test_p16_is_read_before_it_is_written(params_in_memory: float, tmp_path: Pat
             assert torch.equal(values, again), source.span.name
             assert torch.equal(values, core.params.read(source.span)), source.span.name
             assert torch.equal(values, core.states.read_param(source.span, 0).bfloat16()), source.span.name
+
+
+def test_a_forked_child_is_refused_what_is_not_written(tmp_path: Path) -> None:
+    """Staging memory is zeros for it."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
+        source = PublishedSpan(core, LAYOUT.params[0])
+        with no_commit(core):
+            step(core, 1)
+            apply(core, 2)
+            source.wait()
+            child = os.fork()
+            if child == 0:
+                try:
+                    source.start_reading(aligned_tensor(source.num_bytes))
+                except FuyouStateError as error:
+                    os._exit(7 if "forked" in str(error) else 1)
+                finally:
+                    os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
