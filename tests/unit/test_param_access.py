@@ -28,9 +28,9 @@ LAYOUT = build_layout(  # parameters over several chunks, chunks of several para
 
 
 @contextmanager
-def no_commit(core: OutOfCoreOptimizer) -> Iterator[None]:
-    """Inside no record is written, so of two steps that are made there the second one's updates are not written. A step
-    that was made before may be committed by then.
+def unwritten(core: OutOfCoreOptimizer, *sources: PublishedSpan) -> Iterator[None]:
+    """Inside no record is written, so of two steps that are made there the second one's updates are not written, which
+    all ``sources`` have. A step that was made before may be committed by then.
     """
     store: Any = core.store
     commit, may_commit = store.commit, threading.Event()
@@ -41,6 +41,11 @@ def no_commit(core: OutOfCoreOptimizer) -> Iterator[None]:
 
     store.commit = late
     try:
+        step(core, 1)
+        backward(core, 2)
+        core.apply(hypers(core.layout), 1.0, expected_multiplier=1.0)
+        for source in sources:
+            source.wait()
         yield
     finally:
         may_commit.set()
@@ -55,22 +60,13 @@ def read(source: PublishedSpan) -> tuple[torch.Tensor, int]:
     return values.values, len(values.transfers)
 
 
-def apply(core: OutOfCoreOptimizer, seed: int) -> None:
-    backward(core, seed)
-    core.apply(hypers(core.layout), 1.0, expected_multiplier=1.0)
-
-
 @pytest.mark.parametrize("params_in_memory", [0.0, 0.5])
 def test_p16_is_read_before_it_is_written(params_in_memory: float, tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, residency=(params_in_memory, 0.0, 1.0)) as core:
         sources = [PublishedSpan(core, span) for span in LAYOUT.params]
         sources = [source for source in sources if source.num_bytes]
         assert sources
-        with no_commit(core):
-            step(core, 1)
-            apply(core, 2)
-            for source in sources:
-                source.wait()
+        with unwritten(core, *sources):
             stored = [i for i, in_memory in enumerate(core.place.residency.params) if not in_memory]
             assert not any(core.pipeline.is_published(chunk, core.generation) for chunk in stored)
             handed_over = [read(source) for source in sources]
@@ -87,10 +83,7 @@ def test_a_forked_child_is_refused_what_is_not_written(tmp_path: Path) -> None:
     """Staging memory is zeros for it."""
     with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
         source = PublishedSpan(core, LAYOUT.params[0])
-        with no_commit(core):
-            step(core, 1)
-            apply(core, 2)
-            source.wait()
+        with unwritten(core, source):
             child = os.fork()
             if child == 0:
                 try:
@@ -106,10 +99,7 @@ def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
     with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
         span = LAYOUT.params[0]
         source = PublishedSpan(core, span)
-        with no_commit(core):
-            step(core, 1)
-            apply(core, 2)
-            source.wait()
+        with unwritten(core, source):
             assert not any(core.pipeline.is_published(chunk, 2) for chunk in LAYOUT.chunks_of_param[span.index])
         source.write(torch.ones(span.numel, dtype=torch.bfloat16))  # or the update's write would come after it
         core.wait_all()
@@ -123,10 +113,7 @@ def test_what_could_not_be_written_is_not_read_from_its_old_place(tmp_path: Path
     assert len(layout.chunks) == 1
     with small_core(tmp_path, layout, residency=(0.0, 0.0, 1.0)) as core:
         source = PublishedSpan(core, layout.params[0])
-        with no_commit(core):
-            step(core, 1)
-            apply(core, 2)
-            source.wait()
+        with unwritten(core, source):
             core.io.engine.add_fault(core_types.IoKind.WRITE, core_types.IoFaultEffect.ERROR, error=5, count=1000)
         while not core.pipeline.failed:
             threading.Event().wait(0.001)
