@@ -156,6 +156,7 @@ class ParamAccess:
         """Replaces P16, not P32; waits for the parameter's update, and where it is on storage for the last commit."""
         core = self._core
         core.wait_param(span)
+        core.states.params_edited(core.layout.chunks_of_param[span.index])  # of the update waited for, too
         if core.place.is_in_memory(span):
             core.param_view(span).copy_(values.view(-1))
             return

@@ -90,6 +90,86 @@ TEST(pool_refuses_a_bad_release)
     CHECK(pool.used_bytes() == 0);
 }
 
+TEST(pool_leaves_what_is_in_a_released_block_until_it_is_handed_out)
+{
+    AlignedPool pool(4 * kPageBytes), other(4 * kPageBytes);
+    std::vector<char*> blocks;
+    for (const char byte : {0, 1, 2, 3}) {
+        blocks.push_back(pool.try_allocate(kPageBytes));
+        blocks.back()[7] = byte;
+    }
+    std::vector<AlignedPool::Left> left;
+    for (char* const block : blocks) left.push_back(pool.leave(block, 100));
+    CHECK_THROWS(std::invalid_argument, pool.release(blocks[0]));
+    CHECK_THROWS(std::invalid_argument, pool.leave(blocks[0], 100));
+    CHECK(pool.used_bytes() == 0 && pool.largest_free_bytes() == 4 * kPageBytes);
+    CHECK(pool.peak_bytes() == 4 * kPageBytes);
+    CHECK(other.try_take_back(left[0]) == nullptr);
+
+    char* const back = pool.try_take_back(left[2]);
+    CHECK(back == blocks[2] && back[7] == 2);
+    CHECK(pool.used_bytes() == kPageBytes && pool.largest_free_bytes() == 2 * kPageBytes);
+    CHECK(pool.try_take_back(left[2]) == nullptr);
+    const AlignedPool::Left again = pool.leave(back, 100);
+    CHECK(pool.try_take_back(left[2]) == nullptr);  // as what was left before
+
+    char* const two = pool.try_allocate(2 * kPageBytes);
+    CHECK(two == blocks[0]);
+    CHECK(pool.try_take_back(left[0]) == nullptr && pool.try_take_back(left[1]) == nullptr);
+    pool.release(two);
+    CHECK(pool.try_take_back(left[0]) == nullptr && pool.try_take_back(left[1]) == nullptr);
+    CHECK(pool.try_take_back(again) == blocks[2]);
+    CHECK(pool.try_take_back(left[3]) == blocks[3] && blocks[3][7] == 3);
+    pool.release(blocks[2]);
+    pool.release(blocks[3]);
+
+    // Of a part of a block: others have the rest, and then its second page.
+    char* const large = pool.try_allocate(4 * kPageBytes);
+    const AlignedPool::Left begin = pool.leave(large, kPageBytes + 1);
+    char* const front = pool.try_take_back(begin);
+    CHECK(front == large && pool.used_bytes() == 2 * kPageBytes);
+    char* const rest = pool.try_allocate(2 * kPageBytes);
+    CHECK(rest == large + 2 * kPageBytes);
+    const AlignedPool::Left again_begin = pool.leave(front, kPageBytes + 1);
+    pool.release(rest);
+    CHECK(pool.try_allocate_in_turn(kPageBytes) == large);
+    CHECK(pool.try_allocate_in_turn(kPageBytes) == large + kPageBytes);
+    pool.release(large);
+    CHECK(pool.try_take_back(again_begin) == nullptr);
+}
+
+TEST(pool_hands_out_in_turn)
+{
+    AlignedPool pool(5 * kPageBytes);
+    char* const base = pool.base();
+    const auto take = [&](std::uint64_t pages) {
+        return (pool.try_allocate_in_turn(pages * kPageBytes) - base) / kPageBytes;
+    };
+    CHECK(take(2) == 0 && take(2) == 2);
+    CHECK(pool.try_allocate_in_turn(2 * kPageBytes) == nullptr);
+    pool.release(base);
+    CHECK(take(1) == 4 && take(2) == 0);
+    pool.release(base + 2 * kPageBytes);
+    pool.release(base + 4 * kPageBytes);
+    CHECK(pool.try_allocate(kPageBytes) == base + 2 * kPageBytes);
+    CHECK(take(1) == 3 && take(1) == 4);
+    CHECK(pool.try_allocate_in_turn(kPageBytes) == nullptr);
+    CHECK(pool.try_allocate_in_turn(UINT64_MAX) == nullptr);
+    CHECK(pool.used_bytes() == pool.capacity_bytes());
+}
+
+// What may be anywhere is placed as if nothing were left.
+TEST(pool_is_not_cut_by_what_is_left)
+{
+    AlignedPool pool(57 * kPageBytes);
+    std::vector<char*> blocks;
+    for (const std::uint64_t size : {14, 14, 14, 11, 4})
+        blocks.push_back(pool.try_allocate(size * kPageBytes));
+    for (char* const block : blocks) pool.leave(block, kPageBytes);
+    for (const std::uint64_t size : {4, 14, 14, 14, 11})
+        CHECK(pool.try_allocate(size * kPageBytes) != nullptr);
+}
+
 TEST(pool_too_large_for_the_machine_is_bad_alloc)
 {
     CHECK_THROWS(std::bad_alloc, AlignedPool(UINT64_MAX));

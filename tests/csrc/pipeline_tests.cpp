@@ -7,6 +7,7 @@
 #include <chrono>
 #include <future>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include "harness.h"
@@ -16,8 +17,8 @@ using namespace fixture;
 
 namespace {
 
-constexpr std::uint16_t kHalfMinusOne = 0xBC00, kHalfMinusTwo = 0xC000, kHalfOne = 0x3C00,
-                        kHalfTwo = 0x4000;
+constexpr std::uint16_t kHalfMinusOne = 0xBC00, kHalfMinusTwo = 0xC000, kHalfMinusThree = 0xC200,
+                        kHalfOne = 0x3C00, kHalfTwo = 0x4000;
 
 // Runs `count` generations with the generation as multiplier; P32 is then minus their sum.
 void run_generations(World& world, std::int64_t count)
@@ -230,6 +231,220 @@ TEST(pipeline_hands_p16_over_before_it_is_written)
     CHECK(!world.pipeline->copy_updated(0, 0, half, memory));
     CHECK(world.stored_param_is(0, kHalfMinusTwo));
     CHECK(world.staging->used_bytes() == 0);
+}
+
+// What copy_updated() gives of a chunk, all of whose elements are the same; none if it gives
+// nothing.
+std::optional<std::uint16_t> copied_param(World& world, std::size_t chunk)
+{
+    std::vector<std::uint16_t> halves(world.short_part / 2, kHalfOne);
+    char* const memory = reinterpret_cast<char*>(halves.data());
+    if (!world.pipeline->copy_updated(chunk, 0, world.short_part, memory)) return std::nullopt;
+    const auto end = halves.begin() + static_cast<std::ptrdiff_t>(world.given.numel);
+    CHECK(std::all_of(halves.begin(), end, [&](auto half) { return half == halves[0]; }));
+    return halves[0];
+}
+
+std::size_t num_copied(World& world, std::uint16_t half)
+{
+    std::size_t num = 0;
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+        num += copied_param(world, chunk) == half ? 1 : 0;
+    return num;
+}
+
+TEST(pipeline_hands_p16_over_until_its_memory_is_needed)
+{
+    World world(
+        {.state = Place::kDram, .params = Place::kStorage, .num_chunks = 20, .has_spares = true});
+    ChunkPipeline& pipeline = *world.pipeline;
+    const std::size_t most = world.staging->capacity_bytes() / world.short_part;  // are left
+    CHECK(most < world.given.num_chunks);
+    world.enqueue_all(1);
+    CHECK(num_copied(world, kHalfMinusOne) == 0);
+    pipeline.publish(1);
+    world.finish(1);
+    CHECK(world.staging->used_bytes() == 0);
+    CHECK(num_copied(world, kHalfMinusOne) == most);
+    CHECK(num_copied(world, kHalfMinusOne) == most);  // as often as one likes
+    CHECK(world.staging->used_bytes() == 0);
+    const auto last_copied = [&world] {
+        std::size_t chunk = world.given.num_chunks - 1;
+        while (!copied_param(world, chunk)) --chunk;
+        return chunk;
+    };
+    CHECK_THROWS(std::invalid_argument,
+                 pipeline.copy_updated(last_copied(), 0, std::uint64_t{99} << 20, nullptr));
+
+    // Written, and not published: it is not what can be had, also not if it is dropped.
+    const std::size_t dropped = last_copied();
+    const std::uint64_t num_updates = pipeline.stats().num_updates;
+    pipeline.enqueue(world.update(dropped, 2));
+    while (pipeline.stats().num_updates == num_updates || world.staging->used_bytes() > 0)
+        std::this_thread::yield();
+    CHECK(copied_param(world, dropped) != kHalfMinusTwo);
+    CHECK(num_copied(world, kHalfMinusOne) >= most - 1);
+    pipeline.invalidate(dropped);
+    CHECK(pipeline.wait_idle(dropped, kPatienceSecs));
+    CHECK(copied_param(world, dropped) != kHalfMinusTwo);
+
+    world.enqueue_all(2);
+    pipeline.publish(2);
+    world.finish(2);
+    CHECK(num_copied(world, kHalfMinusTwo) == most);
+    const std::size_t edited = last_copied();
+    pipeline.params_edited(edited);
+    CHECK(!copied_param(world, edited));
+    const std::size_t placed = last_copied();
+    pipeline.set_places(placed, world.spec(placed));
+    CHECK(!copied_param(world, placed));
+    const std::size_t replaced = last_copied();
+    pipeline.replace_state(replaced, world.resident[replaced].data(), true);
+    CHECK(!copied_param(world, replaced));
+    CHECK(num_copied(world, kHalfMinusTwo) == most - 3);
+
+    AlignedPool other(world.staging->capacity_bytes());
+    pipeline.set_staging(&other);
+    CHECK(num_copied(world, kHalfMinusTwo) == 0);
+    world.enqueue_all(3);
+    pipeline.publish(3);
+    world.finish(3);
+    CHECK(num_copied(world, kHalfMinusThree) == most);
+    char* const all = other.try_allocate(other.capacity_bytes());
+    CHECK(all != nullptr);
+    CHECK(num_copied(world, kHalfMinusThree) == 0);
+    other.release(all);
+    pipeline.set_staging(world.staging.get());
+}
+
+TEST(pipeline_leaves_no_p16_beside_states)
+{
+    World world({.params = Place::kStorage});
+    world.enqueue_all(1);
+    world.pipeline->publish(1);
+    world.finish(1);
+    CHECK(num_copied(world, kHalfMinusOne) == 0);
+}
+
+TEST(pipeline_updates_that_only_make_p16_hold_a_quarter_of_the_memory)
+{
+    World world(
+        {.state = Place::kDram, .params = Place::kStorage, .num_chunks = 40, .staging_chunks = 4});
+    const std::size_t most = world.staging->capacity_bytes() / 4 / world.short_part;
+    CHECK(most > 4 && 4 * most < world.given.num_chunks);
+    IoFault hold;
+    hold.kind = IoKind::kWrite;
+    hold.effect = IoFault::Effect::kHold;
+    hold.count = world.given.num_chunks;
+    world.engine->add_fault(hold);
+    world.enqueue_all(1);
+    world.pipeline->publish(1);
+    while (world.pipeline->stats().num_updates < most) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(world.pipeline->stats().num_updates == most);
+    CHECK(world.staging->used_bytes() == most * world.short_part);
+    world.engine->clear_faults();
+    world.finish(1);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+        CHECK(world.stored_param_is(chunk, kHalfMinusOne));
+
+    world.enqueue_all(2);
+    world.pipeline->publish(2);
+    CHECK(world.pipeline->wait_durable(2, kPatienceSecs));
+    world.enqueue_all(3);  // before their writes may begin, all of it
+    world.pipeline->publish(3);
+    while (world.pipeline->stats().num_updates < 2 * world.given.num_chunks + 4 * most)
+        std::this_thread::yield();
+    world.pipeline->set_committed(2);
+    world.finish(3);
+    for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
+        CHECK(world.stored_param_is(chunk, kHalfMinusThree));
+}
+
+TEST(pipeline_states_on_storage_are_read_ahead_of_p16_that_holds_its_share)
+{
+    World world({.params = Place::kStorage, .num_chunks = 16, .num_in_memory = 15});
+    const std::size_t last = world.given.num_chunks - 1;
+    IoFault hold;
+    hold.kind = IoKind::kWrite;
+    hold.effect = IoFault::Effect::kHold;
+    hold.count = world.given.num_chunks;
+    world.engine->add_fault(hold);
+    world.pipeline->publish(1);
+    for (std::size_t chunk = 0; chunk <= last; ++chunk)
+        world.pipeline->enqueue(world.update(chunk, 1));
+    CHECK(world.pipeline->wait_updated(last, 1, kPatienceSecs));
+    CHECK(!world.pipeline->is_updated(last - 1, 1));
+    world.engine->clear_faults();
+    world.finish(1);
+    for (std::size_t chunk = 0; chunk <= last; ++chunk)
+        CHECK(world.stored_param_is(chunk, kHalfMinusOne));
+}
+
+// A copy under way keeps the memory when the write ends, and leaves it then.
+TEST(pipeline_hands_p16_over_that_was_copied_while_its_write_ended)
+{
+    World world(
+        {.state = Place::kDram, .params = Place::kStorage, .num_chunks = 1, .numel = 4 << 20});
+    IoFault hold;
+    hold.kind = IoKind::kWrite;
+    hold.effect = IoFault::Effect::kHold;
+    hold.count = 1;
+    world.engine->add_fault(hold);
+    world.pipeline->publish(1);
+    world.enqueue_all(1);
+    CHECK(world.pipeline->wait_updated(0, 1, kPatienceSecs));
+    std::atomic<bool> is_over{false};
+    std::thread copier([&] {
+        while (!is_over) CHECK(copied_param(world, 0) == kHalfMinusOne);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    world.engine->clear_faults();
+    world.finish(1);
+    is_over = true;
+    copier.join();
+    CHECK(copied_param(world, 0) == kHalfMinusOne);
+    CHECK(world.staging->used_bytes() == 0);
+}
+
+TEST(pipeline_hands_no_p16_over_that_was_replaced_while_it_was_copied)
+{
+    World world(
+        {.state = Place::kDram, .params = Place::kStorage, .num_chunks = 1, .numel = 4 << 20});
+    for (std::int64_t generation = 1; generation <= 4; ++generation) {
+        world.pipeline->publish(generation);
+        world.enqueue_all(generation);
+        world.finish(generation);
+        std::thread copier([&] { copied_param(world, 0); });
+        std::this_thread::sleep_for(std::chrono::microseconds(500 * generation));
+        world.pipeline->replace_state(0, world.resident[0].data(), true);
+        copier.join();
+        CHECK(!copied_param(world, 0));
+        CHECK(world.staging->used_bytes() == 0);
+    }
+}
+
+// P16 comes to memory by a move: what is asked between the update's end and the job's.
+TEST(pipeline_hands_no_old_p16_over_while_it_moves_to_memory)
+{
+    World world({.state = Place::kDram, .params = Place::kStorage, .has_spares = true});
+    world.enqueue_all(1);
+    world.pipeline->publish(1);
+    CHECK(world.pipeline->wait_durable(1, kPatienceSecs));
+    const std::size_t chunk = world.given.num_chunks - 1;
+    CHECK(copied_param(world, chunk) == kHalfMinusOne);
+    std::vector<std::uint16_t> memory(world.short_part / 2);
+    ChunkSpec to = world.spec(chunk);
+    to.param_slots = {};
+    to.param_memory = {reinterpret_cast<char*>(memory.data()), nullptr};
+    world.pipeline->publish(2);
+    world.pipeline->set_destination(chunk, to);
+    world.pipeline->enqueue(world.update(chunk, 2));
+    CHECK(world.pipeline->wait_published(chunk, 2, kPatienceSecs));
+    CHECK(!copied_param(world, chunk) && memory[0] == kHalfMinusTwo);
+    world.pipeline->set_committed(1);
+    CHECK(world.pipeline->wait_moved(chunk, kPatienceSecs));
+    CHECK(!copied_param(world, chunk));
 }
 
 // Whoever copies keeps the memory of an update whose write ends meanwhile.

@@ -79,20 +79,31 @@ def test_p16_is_read_before_it_is_written(params_in_memory: float, tmp_path: Pat
             assert torch.equal(values, core.states.read_param(source.span, 0).bfloat16()), source.span.name
 
 
-def test_a_forked_child_is_refused_what_is_not_written(tmp_path: Path) -> None:
-    """Staging memory is zeros for it."""
+def is_refused_in_a_forked_child(source: PublishedSpan) -> bool:
+    child = os.fork()
+    if child == 0:
+        try:
+            source.start_reading(aligned_tensor(source.num_bytes))
+        except FuyouStateError as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_forked_child_is_refused_what_is_in_staging_memory(tmp_path: Path) -> None:
+    """It is zeros for it."""
     with small_core(tmp_path, LAYOUT, residency=(0.0, 0.0, 1.0)) as core:
         source = PublishedSpan(core, LAYOUT.params[0])
         with unwritten(core, source):
-            child = os.fork()
-            if child == 0:
-                try:
-                    source.start_reading(aligned_tensor(source.num_bytes))
-                except FuyouStateError as error:
-                    os._exit(7 if "forked" in str(error) else 1)
-                finally:
-                    os._exit(0)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert is_refused_in_a_forked_child(source)
+
+
+def test_a_forked_child_is_refused_what_is_left_in_it(tmp_path: Path) -> None:
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 1.0, 1.0)) as core:
+        source = PublishedSpan(core, LAYOUT.params[-1])
+        step(core, 1)
+        assert is_refused_in_a_forked_child(source)
 
 
 def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
@@ -104,6 +115,58 @@ def test_whoever_needs_the_place_waits_for_the_write(tmp_path: Path) -> None:
         source.write(torch.ones(span.numel, dtype=torch.bfloat16))  # or the update's write would come after it
         core.wait_all()
         assert torch.equal(read(source)[0], torch.ones(span.numel, dtype=torch.bfloat16))
+
+
+@contextmanager
+def held_writes(core: OutOfCoreOptimizer) -> Iterator[None]:
+    """Inside no write of storage ends."""
+    core_types = load_core()
+    core.io.engine.add_fault(core_types.IoKind.WRITE, core_types.IoFaultEffect.HOLD, count=1000)
+    try:
+        yield
+    finally:
+        core.io.engine.clear_faults()
+
+
+def test_p16_that_was_written_is_read_from_memory_that_nobody_needed(tmp_path: Path) -> None:
+    """Where updates make nothing else, for states are in memory."""
+    with small_core(tmp_path, LAYOUT, residency=(0.0, 1.0, 1.0)) as core:
+        sources = [PublishedSpan(core, span) for span in LAYOUT.params]
+        for number in (1, 2):
+            step(core, number)
+            assert not core.staging.used_bytes
+            handed_over = [read(source) for source in sources]
+            assert sum(num_reads for _, num_reads in handed_over) < sum(len(one.location().runs) for one in sources)
+            for source, (values, _) in zip(sources, handed_over, strict=True):
+                assert torch.equal(values, core.params.read(source.span)), source.span.name
+        taken = core.staging.try_allocate(core.staging.capacity_bytes)
+        assert taken is not None
+        taken.fill_(7)
+        for source, (values, _) in zip(sources, handed_over, strict=True):
+            again, num_reads = read(source)
+            assert num_reads and torch.equal(values, again), source.span.name
+
+
+def test_an_edit_that_is_announced_while_an_update_is_queued_is_what_is_read(tmp_path: Path) -> None:
+    layout = build_layout(
+        [[(f"p{i}", f"p{i}", CUT_ELEMENTS, i) for i in range(16)]],
+        LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
+    )
+    with small_core(tmp_path, layout, residency=(0.0, 1.0, 1.0)) as core:
+        with held_writes(core):
+            backward(core, 1)
+            core.apply(hypers(core.layout), 1.0, expected_multiplier=1.0)
+            threading.Event().wait(0.1)
+            span = layout.params[-1]
+            assert not core.is_updated(span)  # what is being written holds all that it may of staging memory
+            source, edited = PublishedSpan(core, span), torch.full((span.numel,), 3.0, dtype=torch.bfloat16)
+            writer = threading.Thread(target=source.write, args=(edited,))
+            writer.start()
+            threading.Event().wait(0.1)  # it has announced the edit, and waits for the update
+        writer.join()
+        core.wait_all()
+        assert torch.equal(core.params.read(span), edited)
+        assert torch.equal(read(source)[0], edited)
 
 
 def test_what_could_not_be_written_is_not_read_from_its_old_place(tmp_path: Path) -> None:

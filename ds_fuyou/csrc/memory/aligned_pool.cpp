@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <new>
 #include <sstream>
@@ -36,6 +37,12 @@ char* map_aligned(std::uint64_t num_bytes)
     return begin + head_bytes;
 }
 
+// An empty block takes a page too, so that every address handed out is unique.
+std::uint64_t size_of_block(std::uint64_t num_bytes)
+{
+    return round_up_to_page(std::max<std::uint64_t>(num_bytes, 1));
+}
+
 }  // namespace
 
 AlignedPool::AlignedPool(std::uint64_t num_bytes, bool inherited)
@@ -65,30 +72,91 @@ char* AlignedPool::try_allocate(std::uint64_t num_bytes)
     if (num_bytes > capacity_bytes_) {
         return nullptr;
     }
-    // An empty block takes a page too, so that every address handed out is unique.
-    const std::uint64_t needed_bytes = round_up_to_page(std::max<std::uint64_t>(num_bytes, 1));
+    const std::uint64_t needed_bytes = size_of_block(num_bytes);
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto run = std::find_if(free_.begin(), free_.end(), [needed_bytes](const auto& item) {
-        return item.second >= needed_bytes;
-    });
-    if (run == free_.end()) {
+    const auto offset = find_locked(needed_bytes, 0);
+    return offset ? take_locked(*offset, needed_bytes) : nullptr;
+}
+
+char* AlignedPool::try_allocate_in_turn(std::uint64_t num_bytes)
+{
+    if (num_bytes > capacity_bytes_) {
         return nullptr;
     }
-    const std::uint64_t offset = run->first;
-    const std::uint64_t rest_bytes = run->second - needed_bytes;
-    free_.erase(run);
-    if (rest_bytes > 0) {
-        free_.emplace(offset + needed_bytes, rest_bytes);
+    const std::uint64_t needed_bytes = size_of_block(num_bytes);
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto offset = find_locked(needed_bytes, turn_);
+    if (!offset) offset = find_locked(needed_bytes, 0);
+    if (!offset) return nullptr;
+    turn_ = *offset + needed_bytes;
+    return take_locked(*offset, needed_bytes);
+}
+
+// The lowest offset from `begin` on where as many bytes are free.
+std::optional<std::uint64_t> AlignedPool::find_locked(std::uint64_t num_bytes,
+                                                      std::uint64_t begin) const
+{
+    auto run = free_.upper_bound(begin);
+    if (run != free_.begin()) --run;
+    for (; run != free_.end(); ++run) {
+        const std::uint64_t offset = std::max(run->first, begin);
+        if (offset + num_bytes <= run->first + run->second) return offset;
     }
-    allocated_.emplace(offset, needed_bytes);
-    used_bytes_ += needed_bytes;
-    peak_bytes_ = std::max(peak_bytes_, used_bytes_);
+    return std::nullopt;
+}
+
+// The bytes are free.
+char* AlignedPool::take_locked(std::uint64_t offset, std::uint64_t num_bytes)
+{
+    const auto run = std::prev(free_.upper_bound(offset));
+    const std::uint64_t end = offset + num_bytes, run_end = run->first + run->second;
+    if (run->first < offset) {
+        run->second = offset - run->first;
+    } else {
+        free_.erase(run);
+    }
+    if (end < run_end) {
+        free_.emplace(end, run_end - end);
+    }
+    auto left = left_.lower_bound(offset);
+    if (left != left_.begin()) {
+        const auto before = std::prev(left);
+        if (before->first + before->second.num_bytes > offset) left = before;
+    }
+    while (left != left_.end() && left->first < end) left = left_.erase(left);
+    allocated_.emplace(offset, num_bytes);
+    used_bytes_ += num_bytes;
+    peak_bytes_ = std::max(peak_bytes_, end);
     return base_ + offset;
+}
+
+AlignedPool::Left AlignedPool::leave(char* address, std::uint64_t num_bytes)
+{
+    static std::atomic<std::uint64_t> last_number{0};
+    std::lock_guard<std::mutex> lock(mutex_);
+    const std::uint64_t number = ++last_number;
+    const auto offset = static_cast<std::uint64_t>(address - base_);
+    left_[offset] = {std::min(size_of_block(num_bytes), release_locked(address)), number};
+    return {offset, number};
+}
+
+char* AlignedPool::try_take_back(const Left& left)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = left_.find(left.offset);
+    if (found == left_.end() || found->second.number != left.number) return nullptr;
+    return take_locked(left.offset, found->second.num_bytes);
 }
 
 void AlignedPool::release(char* address)
 {
     std::lock_guard<std::mutex> lock(mutex_);
+    release_locked(address);
+}
+
+// How many bytes it was.
+std::uint64_t AlignedPool::release_locked(char* address)
+{
     const auto address_value = reinterpret_cast<std::uintptr_t>(address);
     const auto base_value = reinterpret_cast<std::uintptr_t>(base_);
     const auto block =
@@ -102,8 +170,8 @@ void AlignedPool::release(char* address)
             << ": release each block once, by the address it was allocated with";
         throw std::invalid_argument(message.str());
     }
-    std::uint64_t offset = block->first;
-    std::uint64_t num_bytes = block->second;
+    const auto [offset, size] = *block;
+    std::uint64_t num_bytes = size;
     allocated_.erase(block);
     used_bytes_ -= num_bytes;
 
@@ -116,10 +184,11 @@ void AlignedPool::release(char* address)
         const auto previous = std::prev(next);
         if (previous->first + previous->second == offset) {
             previous->second += num_bytes;
-            return;
+            return size;
         }
     }
     free_.emplace_hint(next, offset, num_bytes);
+    return size;
 }
 
 std::uint64_t AlignedPool::used_bytes() const

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 
 namespace fuyou {
 
@@ -32,16 +33,39 @@ class AlignedPool {
 
     // First fit; nullptr when no free run is large enough.
     char* try_allocate(std::uint64_t num_bytes);
-    // The inverse of try_allocate. Throws std::invalid_argument for an address it did not hand out.
+    // The first fit behind the last block that was allocated so, or else in the pool: what was
+    // released last is used last.
+    char* try_allocate_in_turn(std::uint64_t num_bytes);
+    // The inverse of both. Throws std::invalid_argument for an address they did not hand out.
     void release(char* address);
+
+    // A released block whose bytes are what they were until any of them is handed out.
+    struct Left {
+        std::uint64_t offset = 0;
+        std::uint64_t number = 0;  // of no other block of any pool
+    };
+    // release(), and the means to have the block's first `num_bytes` again.
+    Left leave(char* address, std::uint64_t num_bytes);
+    // They are the caller's, to be released, with what was in them; nullptr if they have gone.
+    char* try_take_back(const Left& left);
 
     char* base() const { return base_; }
     std::uint64_t capacity_bytes() const { return capacity_bytes_; }
     std::uint64_t used_bytes() const;
+    // What blocks were at most in: the pages behind them were never touched.
     std::uint64_t peak_bytes() const;
     std::uint64_t largest_free_bytes() const;
 
   private:
+    struct LeftBlock {
+        std::uint64_t num_bytes;
+        std::uint64_t number;
+    };
+
+    std::optional<std::uint64_t> find_locked(std::uint64_t num_bytes, std::uint64_t begin) const;
+    char* take_locked(std::uint64_t offset, std::uint64_t num_bytes);
+    std::uint64_t release_locked(char* address);
+
     mutable std::mutex mutex_;
     char* base_ = nullptr;
     std::uint64_t capacity_bytes_ = 0;
@@ -49,6 +73,8 @@ class AlignedPool {
     std::uint64_t peak_bytes_ = 0;
     std::map<std::uint64_t, std::uint64_t> free_;       // offset -> bytes
     std::map<std::uint64_t, std::uint64_t> allocated_;  // offset -> bytes
+    std::map<std::uint64_t, LeftBlock> left_;           // by offset: all of it is free
+    std::uint64_t turn_ = 0;  // where the last block that was allocated in turn ends
 };
 
 }  // namespace fuyou

@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -37,6 +38,13 @@ enum class ChunkPipeline::GradientPlace {
     kSpent,    // the update has read it
 };
 
+// Staging memory of an update that was written, P16 alone. Anybody may have taken it since.
+struct ChunkPipeline::Written {
+    AlignedPool::Left block;
+    std::int64_t generation = 0;
+    std::uint64_t num_edits = 0;  // the chunk's, when the update was admitted
+};
+
 // What a copier still has to do with a chunk's kept state.
 enum class ChunkPipeline::Keep {
     kNot,      // nothing: none is kept, or a buffer of the copier has it
@@ -52,17 +60,19 @@ struct ChunkPipeline::Job {
     Key key;
     JobState state = JobState::kQueued;
     GradientPlace gradient_place = GradientPlace::kOpen;
-    bool waits_for_copy = false;  // ready, but it would overwrite a kept state
-    bool dropped = false;         // by invalidate(): it ends as soon as nothing uses its memory
-    bool stays = false;           // it was to move, and could not
-    int num_copies = 0;           // of its new P16, under way: they keep the staging memory
+    bool waits_for_copy = false;     // ready, but it would overwrite a kept state
+    bool dropped = false;            // by invalidate(): it ends as soon as nothing uses its memory
+    bool stays = false;              // it was to move, and could not
+    int num_copies = 0;              // of its new P16, under way: they keep the staging memory
+    std::optional<Written> written;  // that memory, released: nothing but P16 was made there
     int target_slot = 0;
     std::shared_ptr<const ChunkSpec> destination;  // where the chunk is after it; null: as before
     char* staging = nullptr;
-    char* grad_staging = nullptr;  // a part of it; null: no room, G16 is in memory
-    StateBlock from;               // the state that is updated, in staging or its own memory
-    StateBlock to;                 // where it goes; in place but for one that changes its form
-    char* param16 = nullptr;       // where the new P16 goes; null: the chunk's param_memory
+    std::uint64_t bytes_in_turn = 0;  // of it, if it was allocated in turn
+    char* grad_staging = nullptr;     // a part of it; null: no room, G16 is in memory
+    StateBlock from;                  // the state that is updated, in staging or its own memory
+    StateBlock to;                    // where it goes; in place but for one that changes its form
+    char* param16 = nullptr;          // where the new P16 goes; null: the chunk's param_memory
     const char* gradient = nullptr;
     char* copy = nullptr;         // lent by the copier: receives the state as it was
     bool reads_high = false;      // split: the upper halves of P32
@@ -99,6 +109,7 @@ struct ChunkPipeline::Chunk {
     std::int64_t published_generation = 0;  // whose P16 is in place
     std::shared_ptr<Job> job;               // admitted and not ended
     std::vector<std::shared_ptr<Job>> waiting;  // queued behind it, the oldest generation first
+    std::optional<Written> written;             // of the last job that was not dropped
     int num_waiters = 0;                        // threads that wait for something of this chunk
 
     void publish_in(int target)
@@ -139,6 +150,10 @@ struct ChunkPipeline::Chunk {
     std::uint64_t grad_offset(const ChunkSpec& to) const
     {
         return param_offset(to) + (to.param_on_storage() ? param_bytes() : 0);
+    }
+    bool makes_param_alone(const ChunkSpec& to) const
+    {
+        return to.param_on_storage() && param_offset(to) == 0;
     }
     std::uint64_t staging_bytes(const ChunkSpec& to) const
     {

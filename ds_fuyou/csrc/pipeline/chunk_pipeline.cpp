@@ -68,6 +68,7 @@ void ChunkPipeline::set_places(std::size_t index, const ChunkSpec& places)
     chunk.spec.param_memory = places.param_memory;
     chunk.spec.grad_slot = places.grad_slot;
     chunk.spec.num_slots = places.num_slots;
+    chunk.written.reset();
 }
 
 void ChunkPipeline::set_staging(AlignedPool* staging, std::shared_ptr<const void> owner)
@@ -117,6 +118,7 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.sums[slot] = sums;
     chunk.has_sums[slot] = checked;
     chunk.forms[slot] = {};
+    chunk.written.reset();  // P16 comes with it
 }
 
 void ChunkPipeline::params_edited(std::size_t index)
@@ -206,9 +208,10 @@ void ChunkPipeline::offer_locked(Chunk& chunk)
 {
     if (chunk.job || chunk.waiting.empty()) return;
     const std::shared_ptr<Job>& job = chunk.waiting.front();
-    const auto offered = queue_.emplace(job->key, job);
-    // A job that is not the first of the queue changes nothing for a worker that found no memory.
-    if (offered.second && (offered.first == queue_.begin() || !is_short_of_memory_))
+    JobQueue& queue = queue_of_locked(*job);
+    const auto offered = queue.emplace(job->key, job);
+    // A job that is not the first of its queue changes nothing for a worker that found no memory.
+    if (offered.second && (offered.first == queue.begin() || !is_short_of_memory_))
         work_.notify_one();
 }
 
@@ -282,7 +285,7 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
     while (!chunk.waiting.empty() && chunk.waiting.back()->generation() > published_) {
         const std::shared_ptr<Job> queued = std::move(chunk.waiting.back());
         chunk.waiting.pop_back();
-        queue_.erase(queued->key);
+        queue_of_locked(*queued).erase(queued->key);
         expect_less_locked(*queued, queued->num_elements_left, queued->num_bytes_left);
         ++stats_.num_discarded;
         leave_locked(unadmitted_, queued->generation());
@@ -409,7 +412,8 @@ bool ChunkPipeline::copy_updated(std::size_t chunk_index, std::uint64_t begin,
     std::unique_lock<std::mutex> lock(mutex_);
     Chunk& chunk = chunks_.at(chunk_index);
     const std::shared_ptr<Job> job = chunk.job;
-    if (chunk.updated_generation <= chunk.published_generation) return false;
+    if (chunk.updated_generation <= chunk.published_generation)
+        return copy_written_locked(lock, chunk, begin, num_bytes, destination);
     // What was to be written and was not is neither in staging nor in its place.
     if (!job || job->staging == nullptr || job->param16 == nullptr) {
         require_running_locked();
@@ -421,7 +425,32 @@ bool ChunkPipeline::copy_updated(std::size_t chunk_index, std::uint64_t begin,
     std::memcpy(destination, job->param16 + begin, num_bytes);
     lock.lock();
     --job->num_copies;
-    if (job->state == JobState::kWritten) release_staging_locked(*job);
+    if (job->state != JobState::kWritten) return true;
+    leave_staging_locked(*job);
+    release_staging_locked(*job);
+    if (chunk.published_generation == job->generation()) chunk.written = job->written;
+    return true;
+}
+
+// See [Note: P16 that was written].
+bool ChunkPipeline::copy_written_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk,
+                                        std::uint64_t begin, std::uint64_t num_bytes,
+                                        char* destination)
+{
+    if (failed_ || stopping_ || !chunk.written || !chunk.param_on_storage()) return false;
+    const Written written = *chunk.written;
+    if (written.generation != chunk.published_generation || written.num_edits != chunk.num_edits)
+        return false;
+    if (begin + num_bytes > chunk.param_bytes()) throw std::invalid_argument("P16 is shorter");
+    char* const block = staging_->try_take_back(written.block);
+    if (block == nullptr) return false;
+    lock.unlock();
+    std::memcpy(destination, block + begin, num_bytes);
+    lock.lock();
+    const AlignedPool::Left again = staging_->leave(block, chunk.param_bytes());
+    if (chunk.written && chunk.written->block.number == written.block.number)
+        chunk.written->block = again;
+    if (is_short_of_memory_) work_.notify_one();
     return true;
 }
 

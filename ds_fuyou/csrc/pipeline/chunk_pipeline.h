@@ -57,6 +57,19 @@
 // shrinks meanwhile, what is to be moved does not: so the two end together, and forward has its
 // first chunks as soon as that allows. A job goes ahead of no older generation.
 //
+// [Note: P16 that was written]
+// A step's first forward uses P16 in the order of updates. Those of states in memory come just
+// before it: they need no reads. What they make is in staging memory, and what one of them has
+// written stays there until somebody is given the memory, so that forward need not read it back: it
+// would wait behind the writes of later chunks, which would end meanwhile and have to be read, too.
+// So updates that make nothing but P16 hold a quarter of the memory at once (but for those before
+// the commit that opens their writes): else they would be ahead of forward by all of it, and of
+// what one of them wrote nothing would be left. They are placed in turn, so that the others' is
+// what has been there for long. What is left holds no memory, for all of it is free: whoever asks
+// for some gets it, where it would be if nothing were left. It is P16 of the chunk as long as that
+// generation is the published one, and nobody has said that it was edited (params_edited, between
+// the end of that update and the write) or put it somewhere else.
+//
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
 // chunks or jobs: queues are ordered maps, and a chunk knows its jobs.
@@ -221,8 +234,8 @@ class ChunkPipeline {
     bool wait_updated(std::size_t chunk, std::int64_t generation, double timeout_secs);
     bool is_updated(std::size_t chunk, std::int64_t generation) const;
     // Bytes [begin, begin + num_bytes) of the chunk's P16, which lives on storage, out of the
-    // staging memory of the published update that has yet to write them. False if there is none:
-    // then they are in their place.
+    // staging memory of the published update, which has yet to write them, or whose memory nobody
+    // has needed since. False if there is none: then they are in their place.
     bool copy_updated(std::size_t chunk, std::uint64_t begin, std::uint64_t num_bytes,
                       char* destination);
     bool wait_durable(std::int64_t generation, double timeout_secs);  // every chunk
@@ -280,6 +293,7 @@ class ChunkPipeline {
     enum class JobState;
     enum class GradientPlace;
     enum class Keep;
+    struct Written;
     struct Job;
     struct Chunk;
     using JobKey = std::tuple<std::int64_t, std::int64_t, std::size_t>;
@@ -296,6 +310,9 @@ class ChunkPipeline {
     void expect_less_locked(Job& job, std::uint64_t elements, std::uint64_t bytes);
     void admit_jobs_locked();
     bool admit_locked(const std::shared_ptr<Job>& job);
+    bool may_hold_more_in_turn_locked(const Job& job) const;
+    bool makes_param_alone_locked(const Job& job) const;
+    JobQueue& queue_of_locked(const Job& job);
     void read_gradient_locked(const std::shared_ptr<Job>& job);
     void make_ready_locked(const std::shared_ptr<Job>& job);
     void update(Job& job);
@@ -313,6 +330,9 @@ class ChunkPipeline {
     void on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
     void on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
     void release_staging_locked(Job& job);
+    void leave_staging_locked(Job& job);
+    bool copy_written_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk, std::uint64_t begin,
+                             std::uint64_t num_bytes, char* destination);
     std::int64_t io_priority(const Job& job) const;
     void trace_locked(int lane, const Job& job, double begin, double end);
 
@@ -352,6 +372,7 @@ class ChunkPipeline {
     IoEngine* io_;
     AlignedPool* staging_;
     std::shared_ptr<const void> staging_owner_;  // null of the first one
+    std::uint64_t bytes_in_turn_ = 0;            // of it: what jobs allocated so, and hold
     UpdateTeam team_;
     mutable std::mutex mutex_;
     std::condition_variable work_;           // the worker's
@@ -359,10 +380,11 @@ class ChunkPipeline {
     std::condition_variable durable_;
     std::condition_variable ended_changed_;
     std::vector<Chunk> chunks_;
-    JobQueue queue_;   // of every chunk without an admitted job, its oldest queued one
-    JobQueue ready_;   // jobs that the worker may update
-    JobQueue loaded_;  // those of them that hold staging memory
-    JobQueue parked_;  // jobs whose write waits for a commit
+    JobQueue queue_;        // of every chunk without an admitted job, its oldest queued one
+    JobQueue param_queue_;  // those of them that make nothing but P16 in staging
+    JobQueue ready_;        // jobs that the worker may update
+    JobQueue loaded_;       // those of them that hold staging memory
+    JobQueue parked_;       // jobs whose write waits for a commit
     std::map<JobKey, std::size_t> wanted_;  // chunks whose update waits for a copy not begun
     std::int64_t kept_generation_ = 0;
     std::vector<std::size_t> kept_order_;
@@ -385,7 +407,7 @@ class ChunkPipeline {
     double transfers_begin_secs_ = 0.0;  // since there have been some, or one has ended
     Pace transfer_pace_;                 // in bytes; while there are some
     Pace update_pace_;                   // in elements
-    bool is_short_of_memory_ = false;    // the first of the queue found no staging
+    bool is_short_of_memory_ = false;    // the first of a queue found no staging, or too much held
     std::int64_t published_ = 0;
     std::int64_t committed_ = 0;
     bool failed_ = false;

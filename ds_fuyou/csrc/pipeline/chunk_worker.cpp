@@ -110,12 +110,19 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     return true;
 }
 
-// A later chunk may go ahead of one whose previous job still runs; a younger generation may not.
+// A later chunk may go ahead of one whose previous job still runs, or which would hold too much in
+// turn; a younger generation may not.
 void ChunkPipeline::admit_jobs_locked()
 {
-    is_short_of_memory_ = false;
-    while (!queue_.empty()) {
-        const std::shared_ptr<Job> job = queue_.begin()->second;
+    while (true) {
+        const bool has_turn =
+            !param_queue_.empty() && may_hold_more_in_turn_locked(*param_queue_.begin()->second);
+        is_short_of_memory_ = !param_queue_.empty() && !has_turn;
+        const bool is_first =
+            has_turn && (queue_.empty() || param_queue_.begin()->first < queue_.begin()->first);
+        const JobQueue& queue = is_first ? param_queue_ : queue_;
+        if (queue.empty()) return;
+        const std::shared_ptr<Job> job = queue.begin()->second;
         if (job->generation() > unadmitted_.begin()->first) return;
         if (!admit_locked(job)) {
             is_short_of_memory_ = true;
@@ -131,8 +138,11 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     const ChunkSpec& to = chunk.after(*job);
     const std::uint64_t num_bytes = chunk.staging_bytes(to);
     if (num_bytes > 0) {
-        job->staging = staging_->try_allocate(num_bytes);
+        const bool is_in_turn = makes_param_alone_locked(*job) && may_write_locked(*job);
+        job->staging = is_in_turn ? staging_->try_allocate_in_turn(num_bytes)
+                                  : staging_->try_allocate(num_bytes);
         if (job->staging == nullptr) return false;
+        if (is_in_turn) bytes_in_turn_ += job->bytes_in_turn = num_bytes;
     }
     place_blocks_locked(chunk, *job);
     job->param16 = to.param_on_storage() ? job->staging + chunk.param_offset(to) : nullptr;
@@ -140,7 +150,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
         chunk.spec.grad_slot.empty() ? nullptr : job->staging + chunk.grad_offset(to);
     job->gradient = job->update.gradient;
     job->target_slot = target_slot_locked(chunk, *job);
-    queue_.erase(job->key);
+    queue_of_locked(*job).erase(job->key);
     chunk.waiting.erase(chunk.waiting.begin());
     chunk.job = job;
     leave_locked(unadmitted_, job->generation());
@@ -164,6 +174,27 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     }
     submit_locked(IoKind::kRead, std::move(extents), job);
     return true;
+}
+
+// See [Note: P16 that was written]. As many as are read, updated and written at once may anyway.
+bool ChunkPipeline::may_hold_more_in_turn_locked(const Job& job) const
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    const std::uint64_t num_bytes = chunk.staging_bytes(chunk.after(job));
+    const std::uint64_t most =
+        std::max(staging_->capacity_bytes() / 4, (kEnoughTransfers + 1) * num_bytes);
+    return !may_write_locked(job) || bytes_in_turn_ + num_bytes <= most;
+}
+
+bool ChunkPipeline::makes_param_alone_locked(const Job& job) const
+{
+    const Chunk& chunk = chunks_[job.update.chunk];
+    return chunk.makes_param_alone(chunk.after(job));
+}
+
+ChunkPipeline::JobQueue& ChunkPipeline::queue_of_locked(const Job& job)
+{
+    return makes_param_alone_locked(job) ? param_queue_ : queue_;
 }
 
 void ChunkPipeline::submit_locked(IoKind kind, std::vector<IoExtent> extents,
@@ -487,6 +518,7 @@ void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& o
 {
     std::lock_guard<std::mutex> lock(mutex_);
     transferred_locked(2, *job);
+    if (outcome.error == 0 && !job->dropped) leave_staging_locked(*job);
     release_staging_locked(*job);
     job->state = JobState::kWritten;
     job->stays = outcome.error != 0 && stays_locked(*job);
@@ -506,6 +538,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     release_staging_locked(*job);
     expect_less_locked(*job, job->num_elements_left, job->num_bytes_left);
     if (!job->dropped) {
+        chunk.written = job->written;
         if (!chunk.after(*job).resident())
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
         chunk.num_edits_taken = std::max(chunk.num_edits_taken, job->num_edits);
@@ -550,6 +583,18 @@ void ChunkPipeline::release_staging_locked(Job& job)
 {
     if (job.staging == nullptr || job.num_copies > 0) return;  // the last copy releases it
     staging_->release(std::exchange(job.staging, nullptr));
+    bytes_in_turn_ -= std::exchange(job.bytes_in_turn, 0);
+    if (is_short_of_memory_) work_.notify_one();
+}
+
+// The job was written, which stays in its memory until somebody needs that.
+void ChunkPipeline::leave_staging_locked(Job& job)
+{
+    if (job.num_copies > 0 || !makes_param_alone_locked(job)) return;  // or the last copy leaves it
+    const std::uint64_t num_bytes = chunks_[job.update.chunk].param_bytes();
+    const auto block = staging_->leave(std::exchange(job.staging, nullptr), num_bytes);
+    bytes_in_turn_ -= std::exchange(job.bytes_in_turn, 0);
+    job.written = Written{block, job.generation(), job.num_edits};
     if (is_short_of_memory_) work_.notify_one();
 }
 
