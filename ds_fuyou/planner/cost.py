@@ -278,11 +278,10 @@ class StepCost:
         grad = policy.gradient_bytes * num_params
         p_bytes = policy.param_bytes * num_params * (1 - place.params)
         states_read, states_written = _states_moved(policy, num_params, place)
-        late = place.states - place.states_twice  # their updates wait for step()
+        late = states_that_wait(policy, place)
         spilled = grad * (1 - place.grads) if policy.keeps_gradients else 0.0
-        # States and gradients are filled in one order: of those on storage, these are of resident states, which wait.
+        # States and gradients are filled in one order: of those on storage, these are of updates that wait.
         waiting = grad * max(0.0, late - place.grads) if policy.keeps_gradients else 0.0
-        read_back = spilled if policy.reads_spilled else waiting
         sums = grad * stored_sums(work, policy, place)
         params_bytes = policy.param_bytes * num_params + model.frozen_bytes
         staying = min(policy.staying_bytes, params_bytes) * (work.accumulation - 1) / work.accumulation
@@ -305,12 +304,12 @@ class StepCost:
             ),
             spill=_lanes(write=storage_secs(spilled, machine.storage_write)),
             optimizer=_lanes(
-                read=storage_secs(states_read + read_back + sums, machine.storage_read),
+                read=storage_secs(states_read + spilled + sums, machine.storage_read),
                 write=storage_secs(states_written + p_bytes, machine.storage_write),
                 cpu=num_params / machine.update_rate + num_params * policy.extra_pass_bytes / machine.pass_rate,
             ),
             resident=_lanes(
-                read=storage_secs(min(read_back, waiting), machine.storage_read),
+                read=storage_secs(waiting, machine.storage_read),
                 write=storage_secs(p_bytes * late, machine.storage_write),
                 cpu=num_params * late / machine.update_rate,
             ),
@@ -393,6 +392,13 @@ class StepCost:
         return down + read + update + up + self._machine.thread.between
 
 
+def states_that_wait(policy: Policy, place: Placement) -> float:
+    """Share of states in host memory whose updates wait for ``step()`` and run beside the next forward."""
+    if policy.updates is Updates.DEADLINE:
+        return place.states - place.states_twice
+    return place.states if policy.updates is Updates.FORWARD else 0.0
+
+
 def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placement) -> ClosedForm:
     """:meth:`StepCost.form` of one placement alone."""
     return StepCost(work, machine, policy).form(place)
@@ -401,17 +407,18 @@ def closed_form(work: Workload, machine: Machine, policy: Policy, place: Placeme
 def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: float) -> tuple[float, float]:
     """Bytes of parameters on storage that a forward and a backward read; ``p_bytes`` of them are trained. What is used
     last in a pass is used first in the next one, and is still there as far as memory reaches: of trained ones but for
-    a step's first forward, which needs new values. Of any stretch as much is taken to be on storage as of all
-    (embeddings are not, where memory reaches).
+    a step's first forward, which needs new values. That has those of updates that run beside it from the updates, ahead
+    of their write. Of any stretch as much is taken to be on storage as of all (embeddings are not, where memory
+    reaches).
     """
-    frozen = work.model.frozen_bytes * (1 - place.frozen)
+    frozen, handed = work.model.frozen_bytes * (1 - place.frozen), p_bytes * states_that_wait(policy, place)
     stored = p_bytes + frozen
     trained = policy.param_bytes * float(work.model.trainable_params)
     of_end = stored / max(1.0, trained + work.model.frozen_bytes)  # is on storage
     kept, kept_frozen = min(place.kept_param_bytes, stored), min(place.kept_param_bytes, frozen)
     others = (work.accumulation - 1) / work.accumulation
     found = max(kept, min(of_end * policy.staying_bytes, stored))  # the same ones are in host memory and on the device
-    forward = stored - kept_frozen - others * (found - kept_frozen)
+    forward = stored - kept_frozen - others * (found - kept_frozen) - handed / work.accumulation
     return forward, max(0.0, stored - place.kept_param_bytes - of_end * policy.reused_bytes)
 
 

@@ -56,8 +56,7 @@ class Policy:
             taken of one slice of tokens after the other, so that logits are never whole. Both are the script's.
         gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16.
         layout: of P32 and the moments.
-        keeps_gradients: they exist as a class until ``step()``; else a window of them. ``reads_spilled``: those on
-            storage are read back for the update.
+        keeps_gradients: they exist as a class until ``step()``; else a window of them.
         gradients_on_storage: that class lies on storage with the states.
         on_device: nothing lives off the GPUs, which share everything among them.
         extra_pass_bytes: other passes over host memory an update costs, a parameter (unscale, norm, copies).
@@ -80,7 +79,6 @@ class Policy:
     param_bytes: int = 2
     layout: StateLayout = _FP32
     keeps_gradients: bool = False
-    reads_spilled: bool = True
     gradients_on_storage: bool = False
     on_device: bool = False
     extra_pass_bytes: int = 0
@@ -103,10 +101,10 @@ class Policy:
         return self.updates in _DEFERRED
 
     def deferred(self) -> Policy:
-        """With updates that wait for ``step()``, for which gradients on storage are read back."""
-        return replace(self, updates=_DEFERRED.get(self.updates, self.updates), reads_spilled=True)
+        """With updates that wait for ``step()``."""
+        return replace(self, updates=_DEFERRED.get(self.updates, self.updates))
 
     def begun(self) -> Policy:
         """With updates that begin in backward, as those do that :meth:`deferred` makes wait."""
         begun = {waiting: updates for updates, waiting in _DEFERRED.items()}.get(self.updates, self.updates)
-        return replace(self, updates=begun, reads_spilled=begun is not Updates.DEADLINE)
+        return replace(self, updates=begun)

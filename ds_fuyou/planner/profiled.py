@@ -209,7 +209,6 @@ def run_time(
         param_bytes=given.param_bytes_each,
         layout=given.layout,
         keeps_gradients=True,
-        reads_spilled=updates is not Updates.DEADLINE,
         redo_share=redone,
         reused_bytes=float(given.param_bytes_each * given.reused_numel),
         staying_bytes=float(given.param_bytes_each * given.staying_numel),

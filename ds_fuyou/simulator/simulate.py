@@ -17,6 +17,7 @@ from ds_fuyou.planner.cost import (
     Placement,
     Workload,
     eager_bytes,
+    states_that_wait,
     storage_secs,
     stored_sums,
 )
@@ -78,9 +79,9 @@ _BESIDE_FORWARD, _IN_STEP = (Updates.DEADLINE, Updates.FORWARD), (Updates.STEP, 
 @dataclass(frozen=True)
 class _Unit:
     """Seconds of one unit's pieces. ``chunks`` equal parts of its optimizer work are scheduled one by one; of the
-    states the share ``resident`` is in host memory, ``late`` in one version. ``p_frozen``: of ``p_read``, what is not
-    trained. Of ``p_read`` is still in memory in backward ``p_kept``, in a step's first forward ``p_first``, and in a
-    further one ``p_again``.
+    states the share ``resident`` is in host memory, ``late`` there and waiting for ``step()``. ``p_frozen``: of
+    ``p_read``, what is not trained. Of ``p_read`` is in memory in backward ``p_kept``, in a step's first forward
+    ``p_first``, and in a further one ``p_again``.
     """
 
     name: str
@@ -158,11 +159,11 @@ def _units(work: Workload, machine: Machine, policy: Policy, place: Placement) -
     head_back = model.backward_over_forward * head
     last = _Unit("head", 1, **pieces.of_next(float(model.head_params)), forward=head, backward=head_back)
     units, kept = [first, *blocks, last], storage_secs(place.kept_param_bytes, machine.storage_read)
-    # What a pass uses last the next one uses first. An update replaces what is trained.
+    # What a pass uses last the next one uses first. An update replaces what is trained, and hands it out.
     ends = _taken(kept, [unit.p_read for unit in reversed(units)])[::-1]
     begins = _taken(kept, [unit.p_frozen for unit in units]), _taken(kept, [unit.p_read for unit in units])
     return [
-        replace(unit, p_kept=end, p_first=frozen, p_again=every)
+        replace(unit, p_kept=end, p_first=frozen + unit.late * (unit.p_read - unit.p_frozen), p_again=every)
         for unit, end, frozen, every in zip(units, ends, *begins, strict=True)
     ]
 
@@ -188,8 +189,7 @@ class _Pieces:
         self._trained = num_params / model.params  # of each unit; adapters lie evenly
         self._frozen = model.frozen_bytes / model.params
         self._params_stored, self._frozen_stored = 1 - place.params, 1 - place.frozen
-        late = place.states - place.states_twice
-        self._left = {"states": place.states, "grads": place.grads, "late": late}
+        self._left = {"states": place.states, "grads": place.grads, "late": states_that_wait(policy, place)}
         self._left = {name: share * num_params for name, share in self._left.items()}
 
     def _stored(self, name: str, params: float) -> float:
@@ -337,12 +337,11 @@ class _Graph:
         deadline = float(base + num_units + index if policy.updates in _BESIDE_FORWARD else base + place + _WINDOW)
         cut = unit.chunks
         resident = round(unit.resident * cut) if policy.updates in _BESIDE_FORWARD else 0
-        late = round(unit.late * cut) if policy.updates is Updates.DEADLINE else 0
+        late = cut if policy.updates in _IN_STEP else round(unit.late * cut)
         moving = cut - resident if resident < cut else cut  # parts that read and write
         for part in range(cut):
             due = deadline + part / (2 * cut)
-            waits_for_step = part < late or policy.updates in _IN_STEP  # one version: it waits for step()
-            waits = tuple(after) if waits_for_step else (arrived,)
+            waits = tuple(after) if part < late else (arrived,)
             share = 1.0 / moving if part >= cut - moving else 0.0
             read = self._add("read state of", unit, Lane.READ, share * (unit.s_read + unit.acc_read), due, *waits)
             update = self._add("update", unit, Lane.CPU, unit.update / cut, due, read, *waits)

@@ -9,7 +9,7 @@ import pytest
 
 from ds_fuyou.planner.cost import Placement, StepCost, Workload, closed_form, shared_secs
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.policies import Updates
+from ds_fuyou.planner.policies import Policy, Updates
 from ds_fuyou.simulator.choose import Chosen, try_choose
 from ds_fuyou.simulator.models import with_adapters
 from ds_fuyou.simulator.simulate import simulate
@@ -75,6 +75,30 @@ def test_what_is_kept_for_the_next_pass_is_not_read_again() -> None:
     assert spared(Workload(frozen, 8), place) == pytest.approx(2 * kept)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_updates_beside_forward_hand_it_what_they_write(accumulation: int) -> None:
+    """P16 on storage: a step's first forward takes it out of updates that wait for step(), and reads it where they end
+    in backward; backward and further micro-batches read it always.
+    """
+    work, on = Workload(model("13B"), 8, accumulation=accumulation), machine()
+    ours = replace(find_policy("ds_fuyou"), layout=layout_of(WHOLE, 2))
+
+    def passes(policy: Policy, **shares: float) -> float:
+        """In which all P16 is read."""
+        place = Placement(grads=1.0, **shares)
+        read = closed_form(work, on, policy, place).lane_secs[Lane.READ]
+        assert simulate(work, on, policy, place).lane_secs[Lane.READ] == pytest.approx(read, rel=2e-2)
+        states = policy.layout.moved_bytes(0.0, place.states)[0] * work.model.params
+        return (read * on.storage_read - states) / (2 * work.model.params)
+
+    all_of_them = 2 * accumulation
+    assert passes(ours, states=0.0) == pytest.approx(all_of_them)
+    assert passes(ours, states=1.0, states_twice=1.0) == pytest.approx(all_of_them)
+    assert passes(ours, states=1.0, states_twice=0.25) == pytest.approx(all_of_them - 0.75), "one version waits"
+    assert passes(ours.deferred(), states=0.25, states_twice=0.25) == pytest.approx(all_of_them - 0.25)
+    assert passes(find_policy("zero_infinity"), states=0.0) == pytest.approx(all_of_them)
+
+
 def test_what_stays_on_the_device_for_backward_comes_once() -> None:
     """Neither the link nor storage moves it again; in host memory it may be as well."""
     on, work = machine(), Workload(model("13B"), 8)
@@ -134,7 +158,7 @@ def test_recomputed_flops_and_resident_shares_move_the_right_lanes() -> None:
     again = closed_form(work, on, policy, replace(base, recompute_flops=1e15))
     rate = on.flops * policy.share_of_block_rate
     assert again.lane_secs[Lane.GPU] - plain.lane_secs[Lane.GPU] == pytest.approx(1e15 / rate)
-    half = closed_form(work, on, policy, replace(base, states=0.5))
+    half = closed_form(work, on, policy, replace(base, states=0.5, states_twice=0.5))
     saved = 6 * work.model.params
     assert plain.lane_secs[Lane.READ] - half.lane_secs[Lane.READ] == pytest.approx(saved / on.storage_read)
     assert plain.lane_secs[Lane.WRITE] - half.lane_secs[Lane.WRITE] == pytest.approx(saved / on.storage_write)

@@ -220,7 +220,7 @@ def test_a_run_comes_to_let_updates_wait_and_to_begin_them_again() -> None:
     assert found is not None
     assert not found.begins
     late = found.settled(given)
-    assert found.plan.residency.parameters > 0.8
+    assert found.plan.residency.parameters > 0.7
     assert placed_again(late, {}, often, found.plan, others=every, may_speculate=True) is None
     slow_adam = replace(USUAL, **BOUNDS["adam"])
     again = placed_again(late, {}, slow_adam, found.plan, others=every, may_speculate=True)
@@ -260,10 +260,10 @@ def test_a_run_placed_by_its_profile_fits_storage_with_two_slots_or_is_placed_as
     given = replace(GIVEN, dram_budget_bytes=12 * GIB)
     slow_adam = replace(USUAL, **BOUNDS["adam"], storage=StorageRates(FAST, FAST, FAST, 0.0, 0.0))
     stored = stored_bytes(given, placed(given, {}, slow_adam).plan.residency)
-    assert stored > 10e9
-    small = replace(given, storage_budget_bytes=10e9)
+    assert stored > 9e9
+    small = replace(given, storage_budget_bytes=9e9)
     found = placed(small, {}, slow_adam).plan.residency
-    assert stored_bytes(replace(small, durable=True), found) <= 10e9
+    assert stored_bytes(replace(small, durable=True), found) <= 9e9
     none = replace(given, storage_budget_bytes=1e9)
     assert placed(none, {}, slow_adam).plan == placed(given, {}).plan
 
@@ -280,7 +280,7 @@ def test_where_updates_cannot_start_in_backward_nothing_is_gained_by_moving() ->
 def test_activations_of_a_mode_that_is_not_decided_yet_take_an_arena_of_other_classes() -> None:
     """And no more: an eighth of the budget, which states come to when nothing is swapped (zero/run/run_moves.py)."""
     given = replace(GIVEN, swaps_activations=True, dram_budget_bytes=12 * GIB)
-    storage_bound = replace(USUAL, **BOUNDS["storage"])
+    storage_bound = replace(USUAL, **BOUNDS["storage"], accumulation=2)
     block = OperatorCost("up/mm", 4e12, 2e9, True)
     known = replace(storage_bound, blocks=(BlockCost("a", 4e12, 1e9, (block,)), BlockCost("b", 4e12, 1e9, (block,))))
     auto, swap = (placed(given, {}, known, mode=mode).plan for mode in ("auto", "swap"))

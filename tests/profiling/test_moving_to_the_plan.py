@@ -64,8 +64,8 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     assert every["losses"][:8] == found["losses"]
     knows_nothing, read_often, *_, scarce = every["planned"]
     assert (knows_nothing[0], read_often[0]) == (0.0, 1.0), "P16 comes"
-    assert read_often[1] < knows_nothing[1] - 0.2, "when states have left"
-    assert read_often[2] > knows_nothing[2] + 0.2, "and so does G16"
+    assert read_often[1] < knows_nothing[1] - 0.15, "when states have left"
+    assert read_often[2] == knows_nothing[2] > 0, "staging holds the sums of the rest of G16"
     assert scarce == [0.0, 0.0, 0.0], "all leave"
     for planned, resident in zip(every["planned"], every["resident"], strict=True):
         assert resident == pytest.approx(planned, abs=0.12)
@@ -79,7 +79,7 @@ def test_what_was_measured_moves_every_class_unless_a_run_may_be_gone_on_from(re
     assert every["slower"] == [], "of lanes that work beside something else now"
     assert log.count("P16 has moved in") == 3, "the second time it gets its other version"
     assert log.count("from now on updates wait") == log.count("from now on updates begin") == 1
-    assert log.count("G16 moves with the next step") == 2
+    assert log.count("G16 moves with the next step") == 1, "when memory is scarce"
     assert log.count("host memory is scarce") == 3
     small, *losses = found["small"]
     assert small == pytest.approx(before), "two slots of that do not fit the budget: placed as if nothing were known"
