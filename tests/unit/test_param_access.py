@@ -144,7 +144,8 @@ def test_p16_that_was_written_is_read_from_memory_that_nobody_needed(tmp_path: P
         taken.fill_(7)
         for source, (values, _) in zip(sources, handed_over, strict=True):
             again, num_reads = read(source)
-            assert num_reads and torch.equal(values, again), source.span.name
+            assert num_reads, source.span.name
+            assert torch.equal(values, again), source.span.name
 
 
 def test_an_edit_that_is_announced_while_an_update_is_queued_is_what_is_read(tmp_path: Path) -> None:
