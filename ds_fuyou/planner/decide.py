@@ -9,7 +9,9 @@ Of the placements that fit the budgets the one with the shortest predicted step.
 computing, it takes no time, and where nothing is known of the machine, its storage is the bound: then the placement
 that moves the fewest bytes is the fastest. Of placements within 2 % of the fastest, which predictions do not tell
 apart, the one that moves fewest bytes to and from storage is taken: whatever else holds a step up, waits for reads are
-fewer, and it wears the disks least.
+fewer, and it wears the disks least. Of those that move as few within 1 % (a byte of P16 whose update hands it over, of
+G16 or of a frozen parameter is worth the same), the one with most of P16 and G16 in host memory: of adapters they are
+small, and each piece costs a request.
 
 Host memory is filled by classes in every order, the last one in part: with a single lane as the bound each class saves
 a fixed number of seconds a byte, and one of the orders is best. With several lanes the best lies between: from the best
@@ -65,6 +67,7 @@ __all__ = ["Decision", "StepTime", "decide"]
 
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.02  # of the fastest: then the one that moves least
+_AS_FEW = 1.01  # of the fewest bytes: then the one with most of P16 and G16 in host memory
 _WORTH_TWICE = 1.01
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
@@ -326,7 +329,14 @@ class _Search:
         found = once if least <= fastest.secs * _WORTH_TWICE else list(self.found.values())
         least = min(tried.secs for tried in found)
         near = [tried for tried in found if tried.secs <= least * _NEAR]
-        return min(near, key=lambda tried: (tried.moved, tried.residency.optimizer_twice, tried.secs))
+        fewest = min(tried.moved for tried in near)
+        return min((tried for tried in near if tried.moved <= fewest * _AS_FEW), key=_in_pieces)
+
+
+def _in_pieces(tried: _Tried) -> tuple[float, ...]:
+    """What passes to and from storage in the smallest pieces, and whatever else tells alike placements apart."""
+    shares = tried.residency
+    return -shares.parameters - shares.gradients, tried.moved, shares.optimizer_twice, tried.secs
 
 
 def _changed(residency: Residency, shares: Mapping[str, float]) -> Residency:

@@ -201,6 +201,8 @@ def test_a_run_goes_on_from_its_files_whatever_memory_is_free(
         if number:
             case["block"] |= {"dram_budget_bytes": later_kib << 10, "optimizer": {"tier": "auto"}}
             case["chunk_sizes"].insert(0, larger)
+        else:
+            case["block"]["gradients"] = {"tier": "nvme"}
         if number == 2:
             said = run_to_end(killed, {**case, "out": str(out)}, world_size, "resumed")
             break
