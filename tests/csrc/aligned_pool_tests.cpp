@@ -99,9 +99,9 @@ TEST(pool_leaves_what_is_in_a_released_block_until_it_is_handed_out)
         blocks.back()[7] = byte;
     }
     std::vector<AlignedPool::Left> left;
-    for (char* const block : blocks) left.push_back(pool.leave(block, 100));
+    for (char* const block : blocks) left.push_back(pool.leave(block, 100, true));
     CHECK_THROWS(std::invalid_argument, pool.release(blocks[0]));
-    CHECK_THROWS(std::invalid_argument, pool.leave(blocks[0], 100));
+    CHECK_THROWS(std::invalid_argument, pool.leave(blocks[0], 100, true));
     CHECK(pool.used_bytes() == 0 && pool.largest_free_bytes() == 4 * kPageBytes);
     CHECK(pool.peak_bytes() == 4 * kPageBytes);
     CHECK(other.try_take_back(left[0]) == nullptr);
@@ -110,7 +110,7 @@ TEST(pool_leaves_what_is_in_a_released_block_until_it_is_handed_out)
     CHECK(back == blocks[2] && back[7] == 2);
     CHECK(pool.used_bytes() == kPageBytes && pool.largest_free_bytes() == 2 * kPageBytes);
     CHECK(pool.try_take_back(left[2]) == nullptr);
-    const AlignedPool::Left again = pool.leave(back, 100);
+    const AlignedPool::Left again = pool.leave(back, 100, true);
     CHECK(pool.try_take_back(left[2]) == nullptr);  // as what was left before
 
     char* const two = pool.try_allocate(2 * kPageBytes);
@@ -125,37 +125,43 @@ TEST(pool_leaves_what_is_in_a_released_block_until_it_is_handed_out)
 
     // Of a part of a block: others have the rest, and then its second page.
     char* const large = pool.try_allocate(4 * kPageBytes);
-    const AlignedPool::Left begin = pool.leave(large, kPageBytes + 1);
+    const AlignedPool::Left begin = pool.leave(large, kPageBytes + 1, true);
     char* const front = pool.try_take_back(begin);
     CHECK(front == large && pool.used_bytes() == 2 * kPageBytes);
     char* const rest = pool.try_allocate(2 * kPageBytes);
     CHECK(rest == large + 2 * kPageBytes);
-    const AlignedPool::Left again_begin = pool.leave(front, kPageBytes + 1);
+    const AlignedPool::Left again_begin = pool.leave(front, kPageBytes + 1, true);
     pool.release(rest);
-    CHECK(pool.try_allocate_in_turn(kPageBytes) == large);
-    CHECK(pool.try_allocate_in_turn(kPageBytes) == large + kPageBytes);
+    CHECK(pool.try_allocate(kPageBytes) == large);
+    CHECK(pool.try_allocate(kPageBytes) == large + kPageBytes);
     pool.release(large);
     CHECK(pool.try_take_back(again_begin) == nullptr);
 }
 
-TEST(pool_hands_out_in_turn)
+TEST(pool_spares_what_is_wanted)
 {
-    AlignedPool pool(5 * kPageBytes);
+    AlignedPool pool(8 * kPageBytes);
     char* const base = pool.base();
-    const auto take = [&](std::uint64_t pages) {
-        return (pool.try_allocate_in_turn(pages * kPageBytes) - base) / kPageBytes;
-    };
-    CHECK(take(2) == 0 && take(2) == 2);
-    CHECK(pool.try_allocate_in_turn(2 * kPageBytes) == nullptr);
-    pool.release(base);
-    CHECK(take(1) == 4 && take(2) == 0);
-    pool.release(base + 2 * kPageBytes);
-    pool.release(base + 4 * kPageBytes);
-    CHECK(pool.try_allocate(kPageBytes) == base + 2 * kPageBytes);
-    CHECK(take(1) == 3 && take(1) == 4);
-    CHECK(pool.try_allocate_in_turn(kPageBytes) == nullptr);
-    CHECK(pool.try_allocate_in_turn(UINT64_MAX) == nullptr);
-    CHECK(pool.used_bytes() == pool.capacity_bytes());
+    std::vector<char*> blocks;
+    for (int i = 0; i < 8; ++i) blocks.push_back(pool.try_allocate(kPageBytes));
+    const AlignedPool::Left second = pool.leave(blocks[1], 1, true);
+    pool.leave(blocks[2], 1, false);
+    for (const std::size_t i : {3, 4, 7}) pool.release(blocks[i]);
+    const AlignedPool::Left sixth = pool.leave(blocks[5], 1, true);  // of 1 to 5, and 7
+    CHECK(pool.try_allocate_beside_wanted(4 * kPageBytes) == nullptr);
+    CHECK(pool.try_allocate_beside_wanted(3 * kPageBytes) == blocks[2]);
+    CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[7]);
+    CHECK(pool.try_allocate_beside_wanted(kPageBytes) == nullptr);
+    pool.forget(second);
+    pool.forget(second);
+    CHECK(pool.try_take_back(second) == nullptr);
+    CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[1]);
+    CHECK(pool.try_take_back(sixth) == blocks[5]);
+    const AlignedPool::Left again = pool.leave(blocks[5], 1, false);
+    CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[5]);
+    CHECK(pool.try_take_back(again) == nullptr);
+    CHECK(pool.try_allocate_beside_wanted(UINT64_MAX) == nullptr);
+    CHECK(pool.used_bytes() == pool.capacity_bytes() && base == blocks[0]);
 }
 
 // What may be anywhere is placed as if nothing were left.
@@ -165,7 +171,7 @@ TEST(pool_is_not_cut_by_what_is_left)
     std::vector<char*> blocks;
     for (const std::uint64_t size : {14, 14, 14, 11, 4})
         blocks.push_back(pool.try_allocate(size * kPageBytes));
-    for (char* const block : blocks) pool.leave(block, kPageBytes);
+    for (char* const block : blocks) pool.leave(block, kPageBytes, true);
     for (const std::uint64_t size : {4, 14, 14, 14, 11})
         CHECK(pool.try_allocate(size * kPageBytes) != nullptr);
 }

@@ -154,12 +154,15 @@ def test_an_edit_that_is_announced_while_an_update_is_queued_is_what_is_read(tmp
         LayoutLimits(max_elements=CUT_ELEMENTS, min_elements=CUT_ELEMENTS),
     )
     with small_core(tmp_path, layout, residency=(0.0, 1.0, 1.0)) as core:
+        room = 2 * core.place.job_bytes(layout.chunks[0])
+        taken = core.staging.try_allocate(core.staging.capacity_bytes - room)
+        assert taken is not None
         with held_writes(core):
             backward(core, 1)
             core.apply(hypers(core.layout), 1.0, expected_multiplier=1.0)
             threading.Event().wait(0.1)
             span = layout.params[-1]
-            assert not core.is_updated(span)  # what is being written holds all that it may of staging memory
+            assert not core.is_updated(span)  # what is being written holds the rest of staging memory
             source, edited = PublishedSpan(core, span), torch.full((span.numel,), 3.0, dtype=torch.bfloat16)
             writer = threading.Thread(target=source.write, args=(edited,))
             writer.start()

@@ -37,12 +37,6 @@ char* map_aligned(std::uint64_t num_bytes)
     return begin + head_bytes;
 }
 
-// An empty block takes a page too, so that every address handed out is unique.
-std::uint64_t size_of_block(std::uint64_t num_bytes)
-{
-    return round_up_to_page(std::max<std::uint64_t>(num_bytes, 1));
-}
-
 }  // namespace
 
 AlignedPool::AlignedPool(std::uint64_t num_bytes, bool inherited)
@@ -69,38 +63,42 @@ AlignedPool::~AlignedPool()
 
 char* AlignedPool::try_allocate(std::uint64_t num_bytes)
 {
+    return try_allocate(num_bytes, false);
+}
+
+char* AlignedPool::try_allocate_beside_wanted(std::uint64_t num_bytes)
+{
+    return try_allocate(num_bytes, true);
+}
+
+char* AlignedPool::try_allocate(std::uint64_t num_bytes, bool beside_wanted)
+{
     if (num_bytes > capacity_bytes_) {
         return nullptr;
     }
-    const std::uint64_t needed_bytes = size_of_block(num_bytes);
+    // An empty block takes a page too, so that every address handed out is unique.
+    const std::uint64_t needed_bytes = round_up_to_page(std::max<std::uint64_t>(num_bytes, 1));
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto offset = find_locked(needed_bytes, 0);
+    const auto offset = find_locked(needed_bytes, beside_wanted);
     return offset ? take_locked(*offset, needed_bytes) : nullptr;
 }
 
-char* AlignedPool::try_allocate_in_turn(std::uint64_t num_bytes)
-{
-    if (num_bytes > capacity_bytes_) {
-        return nullptr;
-    }
-    const std::uint64_t needed_bytes = size_of_block(num_bytes);
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto offset = find_locked(needed_bytes, turn_);
-    if (!offset) offset = find_locked(needed_bytes, 0);
-    if (!offset) return nullptr;
-    turn_ = *offset + needed_bytes;
-    return take_locked(*offset, needed_bytes);
-}
-
-// The lowest offset from `begin` on where as many bytes are free.
+// The lowest offset where as many bytes are free, and, if so asked, none of them is wanted.
 std::optional<std::uint64_t> AlignedPool::find_locked(std::uint64_t num_bytes,
-                                                      std::uint64_t begin) const
+                                                      bool beside_wanted) const
 {
-    auto run = free_.upper_bound(begin);
-    if (run != free_.begin()) --run;
-    for (; run != free_.end(); ++run) {
-        const std::uint64_t offset = std::max(run->first, begin);
-        if (offset + num_bytes <= run->first + run->second) return offset;
+    for (const auto& [offset, run_bytes] : free_) {
+        const std::uint64_t end = offset + run_bytes;
+        if (run_bytes < num_bytes) continue;
+        if (!beside_wanted) return offset;
+        std::uint64_t begin = offset;
+        for (auto left = left_.lower_bound(offset); left != left_.end() && left->first < end;
+             ++left) {
+            if (!left->second.is_wanted) continue;
+            if (left->first - begin >= num_bytes) break;
+            begin = left->first + left->second.num_bytes;
+        }
+        if (end - begin >= num_bytes) return begin;
     }
     return std::nullopt;
 }
@@ -130,22 +128,34 @@ char* AlignedPool::take_locked(std::uint64_t offset, std::uint64_t num_bytes)
     return base_ + offset;
 }
 
-AlignedPool::Left AlignedPool::leave(char* address, std::uint64_t num_bytes)
+AlignedPool::Left AlignedPool::leave(char* address, std::uint64_t num_bytes, bool is_wanted)
 {
     static std::atomic<std::uint64_t> last_number{0};
     std::lock_guard<std::mutex> lock(mutex_);
-    const std::uint64_t number = ++last_number;
-    const auto offset = static_cast<std::uint64_t>(address - base_);
-    left_[offset] = {std::min(size_of_block(num_bytes), release_locked(address)), number};
-    return {offset, number};
+    const std::uint64_t num_left = std::min(round_up_to_page(num_bytes), release_locked(address));
+    const Left left{static_cast<std::uint64_t>(address - base_), ++last_number};
+    left_[left.offset] = {num_left, left.number, is_wanted};
+    return left;
 }
 
 char* AlignedPool::try_take_back(const Left& left)
 {
     std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = find_left_locked(left);
+    return found == left_.end() ? nullptr : take_locked(left.offset, found->second.num_bytes);
+}
+
+void AlignedPool::forget(const Left& left)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = find_left_locked(left);
+    if (found != left_.end()) left_.erase(found);
+}
+
+AlignedPool::LeftBlocks::iterator AlignedPool::find_left_locked(const Left& left)
+{
     const auto found = left_.find(left.offset);
-    if (found == left_.end() || found->second.number != left.number) return nullptr;
-    return take_locked(left.offset, found->second.num_bytes);
+    return found != left_.end() && found->second.number == left.number ? found : left_.end();
 }
 
 void AlignedPool::release(char* address)

@@ -33,9 +33,8 @@ class AlignedPool {
 
     // First fit; nullptr when no free run is large enough.
     char* try_allocate(std::uint64_t num_bytes);
-    // The first fit behind the last block that was allocated so, or else in the pool: what was
-    // released last is used last.
-    char* try_allocate_in_turn(std::uint64_t num_bytes);
+    // The same without a byte of what is left and wanted, see leave().
+    char* try_allocate_beside_wanted(std::uint64_t num_bytes);
     // The inverse of both. Throws std::invalid_argument for an address they did not hand out.
     void release(char* address);
 
@@ -45,9 +44,10 @@ class AlignedPool {
         std::uint64_t number = 0;  // of no other block of any pool
     };
     // release(), and the means to have the block's first `num_bytes` again.
-    Left leave(char* address, std::uint64_t num_bytes);
+    Left leave(char* address, std::uint64_t num_bytes, bool is_wanted);
     // They are the caller's, to be released, with what was in them; nullptr if they have gone.
     char* try_take_back(const Left& left);
+    void forget(const Left& left);  // nobody will take it back
 
     char* base() const { return base_; }
     std::uint64_t capacity_bytes() const { return capacity_bytes_; }
@@ -60,9 +60,13 @@ class AlignedPool {
     struct LeftBlock {
         std::uint64_t num_bytes;
         std::uint64_t number;
+        bool is_wanted;
     };
+    using LeftBlocks = std::map<std::uint64_t, LeftBlock>;
 
-    std::optional<std::uint64_t> find_locked(std::uint64_t num_bytes, std::uint64_t begin) const;
+    char* try_allocate(std::uint64_t num_bytes, bool beside_wanted);
+    std::optional<std::uint64_t> find_locked(std::uint64_t num_bytes, bool beside_wanted) const;
+    LeftBlocks::iterator find_left_locked(const Left& left);
     char* take_locked(std::uint64_t offset, std::uint64_t num_bytes);
     std::uint64_t release_locked(char* address);
 
@@ -73,8 +77,7 @@ class AlignedPool {
     std::uint64_t peak_bytes_ = 0;
     std::map<std::uint64_t, std::uint64_t> free_;       // offset -> bytes
     std::map<std::uint64_t, std::uint64_t> allocated_;  // offset -> bytes
-    std::map<std::uint64_t, LeftBlock> left_;           // by offset: all of it is free
-    std::uint64_t turn_ = 0;  // where the last block that was allocated in turn ends
+    LeftBlocks left_;                                   // by offset: all of it is free
 };
 
 }  // namespace fuyou

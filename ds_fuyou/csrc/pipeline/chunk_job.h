@@ -42,7 +42,8 @@ enum class ChunkPipeline::GradientPlace {
 struct ChunkPipeline::Written {
     AlignedPool::Left block;
     std::int64_t generation = 0;
-    std::uint64_t num_edits = 0;  // the chunk's, when the update was admitted
+    std::uint64_t num_puts = 0;  // the chunk's, when the update was admitted
+    bool is_taken = false;       // it was copied to the end
 };
 
 // What a copier still has to do with a chunk's kept state.
@@ -64,21 +65,24 @@ struct ChunkPipeline::Job {
     bool dropped = false;            // by invalidate(): it ends as soon as nothing uses its memory
     bool stays = false;              // it was to move, and could not
     int num_copies = 0;              // of its new P16, under way: they keep the staging memory
+    bool is_taken = false;           // its new P16 was copied to the end
+    bool makes_param_alone = false;  // in staging; known once it is in a queue
     std::optional<Written> written;  // that memory, released: nothing but P16 was made there
     int target_slot = 0;
     std::shared_ptr<const ChunkSpec> destination;  // where the chunk is after it; null: as before
     char* staging = nullptr;
-    std::uint64_t bytes_in_turn = 0;  // of it, if it was allocated in turn
-    char* grad_staging = nullptr;     // a part of it; null: no room, G16 is in memory
-    StateBlock from;                  // the state that is updated, in staging or its own memory
-    StateBlock to;                    // where it goes; in place but for one that changes its form
-    char* param16 = nullptr;          // where the new P16 goes; null: the chunk's param_memory
+    std::uint64_t param_bytes = 0;  // of it, where nothing but P16 is made
+    char* grad_staging = nullptr;   // a part of it; null: no room, G16 is in memory
+    StateBlock from;                // the state that is updated, in staging or its own memory
+    StateBlock to;                  // where it goes; in place but for one that changes its form
+    char* param16 = nullptr;        // where the new P16 goes; null: the chunk's param_memory
     const char* gradient = nullptr;
     char* copy = nullptr;         // lent by the copier: receives the state as it was
     bool reads_high = false;      // split: the upper halves of P32
     bool reads_param = false;     // split: P16, from storage
     bool distrusts = false;       // P16 in memory, and what is known of the block, were wrong
     std::uint64_t num_edits = 0;  // the chunk's, when it was admitted
+    std::uint64_t num_puts = 0;   // the same
     double begin_secs = 0.0;
     std::uint64_t num_in_flight = 0;      // bytes of its transfer
     std::uint64_t num_elements_left = 0;  // to be updated
@@ -97,6 +101,7 @@ struct ChunkPipeline::Chunk {
     std::array<BlockForm, kMostSlots> forms;  // of a split block in each slot
     std::uint64_t num_edits = 0;              // of P16 in memory, by others than updates
     std::uint64_t num_edits_taken = 0;        // those that an update has replaced
+    std::uint64_t num_puts = 0;               // of P16 by others than updates, wherever it is
     // Of the state block in each slot, once somebody said or made what stands there.
     std::array<StateSums, kMostSlots> sums;
     std::array<bool, kMostSlots> has_sums = {};

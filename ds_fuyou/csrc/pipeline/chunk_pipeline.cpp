@@ -68,7 +68,7 @@ void ChunkPipeline::set_places(std::size_t index, const ChunkSpec& places)
     chunk.spec.param_memory = places.param_memory;
     chunk.spec.grad_slot = places.grad_slot;
     chunk.spec.num_slots = places.num_slots;
-    chunk.written.reset();
+    params_put_locked(chunk);
 }
 
 void ChunkPipeline::set_staging(AlignedPool* staging, std::shared_ptr<const void> owner)
@@ -118,13 +118,28 @@ void ChunkPipeline::replace_state(std::size_t index, char* memory, bool has_mome
     chunk.sums[slot] = sums;
     chunk.has_sums[slot] = checked;
     chunk.forms[slot] = {};
-    chunk.written.reset();  // P16 comes with it
+    params_put_locked(chunk);  // P16 comes with it
 }
 
 void ChunkPipeline::params_edited(std::size_t index)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    ++chunks_.at(index).num_edits;
+    Chunk& chunk = chunks_.at(index);
+    ++chunk.num_edits;
+    params_put_locked(chunk);
+}
+
+// What updates have left of the chunk's P16 is not it any more, nor what one under way will leave.
+void ChunkPipeline::params_put_locked(Chunk& chunk)
+{
+    ++chunk.num_puts;
+    forget_written_locked(chunk);
+}
+
+void ChunkPipeline::forget_written_locked(Chunk& chunk)
+{
+    if (chunk.written) staging_->forget(chunk.written->block);
+    chunk.written.reset();
 }
 
 bool ChunkPipeline::has_high(std::size_t index) const
@@ -208,6 +223,7 @@ void ChunkPipeline::offer_locked(Chunk& chunk)
 {
     if (chunk.job || chunk.waiting.empty()) return;
     const std::shared_ptr<Job>& job = chunk.waiting.front();
+    job->makes_param_alone = chunk.makes_param_alone(chunk.after(*job));
     JobQueue& queue = queue_of_locked(*job);
     const auto offered = queue.emplace(job->key, job);
     // A job that is not the first of its queue changes nothing for a worker that found no memory.
@@ -286,6 +302,7 @@ void ChunkPipeline::invalidate(std::size_t chunk_index)
         const std::shared_ptr<Job> queued = std::move(chunk.waiting.back());
         chunk.waiting.pop_back();
         queue_of_locked(*queued).erase(queued->key);
+        if (is_short_of_memory_) work_.notify_one();  // what is first now may find some
         expect_less_locked(*queued, queued->num_elements_left, queued->num_bytes_left);
         ++stats_.num_discarded;
         leave_locked(unadmitted_, queued->generation());
@@ -425,9 +442,9 @@ bool ChunkPipeline::copy_updated(std::size_t chunk_index, std::uint64_t begin,
     std::memcpy(destination, job->param16 + begin, num_bytes);
     lock.lock();
     --job->num_copies;
+    if (begin + num_bytes >= chunk.param_bytes()) job->is_taken = true;
     if (job->state != JobState::kWritten) return true;
-    leave_staging_locked(*job);
-    release_staging_locked(*job);
+    release_staging_locked(*job, true);
     if (chunk.published_generation == job->generation()) chunk.written = job->written;
     return true;
 }
@@ -437,9 +454,9 @@ bool ChunkPipeline::copy_written_locked(std::unique_lock<std::mutex>& lock, Chun
                                         std::uint64_t begin, std::uint64_t num_bytes,
                                         char* destination)
 {
-    if (failed_ || stopping_ || !chunk.written || !chunk.param_on_storage()) return false;
+    if (failed_ || stopping_ || !chunk.written) return false;
     const Written written = *chunk.written;
-    if (written.generation != chunk.published_generation || written.num_edits != chunk.num_edits)
+    if (written.generation != chunk.published_generation || written.num_puts != chunk.num_puts)
         return false;
     if (begin + num_bytes > chunk.param_bytes()) throw std::invalid_argument("P16 is shorter");
     char* const block = staging_->try_take_back(written.block);
@@ -447,9 +464,12 @@ bool ChunkPipeline::copy_written_locked(std::unique_lock<std::mutex>& lock, Chun
     lock.unlock();
     std::memcpy(destination, block + begin, num_bytes);
     lock.lock();
-    const AlignedPool::Left again = staging_->leave(block, chunk.param_bytes());
-    if (chunk.written && chunk.written->block.number == written.block.number)
-        chunk.written->block = again;
+    const bool is_it = chunk.written && chunk.written->generation == written.generation &&
+                       written.num_puts == chunk.num_puts;
+    if (is_it && begin + num_bytes >= chunk.param_bytes()) chunk.written->is_taken = true;
+    const bool is_wanted = is_it && !chunk.written->is_taken;
+    const AlignedPool::Left again = staging_->leave(block, chunk.param_bytes(), is_wanted);
+    if (is_it) chunk.written->block = again;
     if (is_short_of_memory_) work_.notify_one();
     return true;
 }

@@ -15,8 +15,9 @@
 // memory, and the gradient memory it reads, are owned by the job from admission to its end; the
 // states (chunk_job.h) say which memory each holds.
 // Progress: a chunk has one admitted job at a time; those behind it stand in the chunk's own list.
-// Jobs are admitted in the order (generation, position), and none before all older generations
-// are, so a job of an older generation never waits for memory that a younger one holds. A parked
+// Jobs are admitted in the order (generation, position), but for those that make P16 alone and have
+// to spare memory; and none before all older generations are, so a job of an older generation never
+// waits for memory that a younger one holds. A parked
 // write waits only for the commit of the generation before it; that commit waits only for jobs of
 // older generations. An update that is held back waits for release(), which the training thread
 // calls when its gradients are there, or drops, in step() at the latest. Held jobs of a generation
@@ -62,13 +63,13 @@
 // before it: they need no reads. What they make is in staging memory, and what one of them has
 // written stays there until somebody is given the memory, so that forward need not read it back: it
 // would wait behind the writes of later chunks, which would end meanwhile and have to be read, too.
-// So updates that make nothing but P16 hold a quarter of the memory at once (but for those before
-// the commit that opens their writes): else they would be ahead of forward by all of it, and of
-// what one of them wrote nothing would be left. They are placed in turn, so that the others' is
-// what has been there for long. What is left holds no memory, for all of it is free: whoever asks
-// for some gets it, where it would be if nothing were left. It is P16 of the chunk as long as that
-// generation is the published one, and nobody has said that it was edited (params_edited, between
-// the end of that update and the write) or put it somewhere else.
+// What is left holds no memory, for all of it is free: whoever asks for some gets it, where it
+// would be if nothing were left. Only updates that make nothing but P16 spare what forward has yet
+// to take, so they are ahead of it by no more than all of the memory; but for a quarter of it (four
+// of them at least), for it may be that no forward comes. Jobs that load states go ahead of those
+// that wait for that. What is left is P16 of the chunk as long as that generation is the published
+// one, and nobody has put it there or elsewhere, or said that it was edited (params_edited, between
+// the end of that update and the write).
 //
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
@@ -310,8 +311,7 @@ class ChunkPipeline {
     void expect_less_locked(Job& job, std::uint64_t elements, std::uint64_t bytes);
     void admit_jobs_locked();
     bool admit_locked(const std::shared_ptr<Job>& job);
-    bool may_hold_more_in_turn_locked(const Job& job) const;
-    bool makes_param_alone_locked(const Job& job) const;
+    char* try_allocate_locked(Job& job, std::uint64_t num_bytes);
     JobQueue& queue_of_locked(const Job& job);
     void read_gradient_locked(const std::shared_ptr<Job>& job);
     void make_ready_locked(const std::shared_ptr<Job>& job);
@@ -329,8 +329,9 @@ class ChunkPipeline {
     void finish_locked(const std::shared_ptr<Job>& job);
     void on_read(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
     void on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
-    void release_staging_locked(Job& job);
-    void leave_staging_locked(Job& job);
+    void release_staging_locked(Job& job, bool leaves = false);
+    void params_put_locked(Chunk& chunk);
+    void forget_written_locked(Chunk& chunk);
     bool copy_written_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk, std::uint64_t begin,
                              std::uint64_t num_bytes, char* destination);
     std::int64_t io_priority(const Job& job) const;
@@ -372,7 +373,7 @@ class ChunkPipeline {
     IoEngine* io_;
     AlignedPool* staging_;
     std::shared_ptr<const void> staging_owner_;  // null of the first one
-    std::uint64_t bytes_in_turn_ = 0;            // of it: what jobs allocated so, and hold
+    std::uint64_t param_bytes_ = 0;  // of staging, held by jobs that make nothing but P16 there
     UpdateTeam team_;
     mutable std::mutex mutex_;
     std::condition_variable work_;           // the worker's

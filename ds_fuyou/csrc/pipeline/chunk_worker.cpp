@@ -110,24 +110,24 @@ bool ChunkPipeline::advance(std::unique_lock<std::mutex>& lock)
     return true;
 }
 
-// A later chunk may go ahead of one whose previous job still runs, or which would hold too much in
-// turn; a younger generation may not.
+// A later chunk may go ahead of one whose previous job still runs, or which waits for P16 to be
+// taken; a younger generation may not.
 void ChunkPipeline::admit_jobs_locked()
 {
+    is_short_of_memory_ = false;
+    bool is_wanted = false;  // what of the memory P16 alone might have
     while (true) {
-        const bool has_turn =
-            !param_queue_.empty() && may_hold_more_in_turn_locked(*param_queue_.begin()->second);
-        is_short_of_memory_ = !param_queue_.empty() && !has_turn;
-        const bool is_first =
-            has_turn && (queue_.empty() || param_queue_.begin()->first < queue_.begin()->first);
-        const JobQueue& queue = is_first ? param_queue_ : queue_;
+        const bool is_param =
+            !is_wanted && !param_queue_.empty() &&
+            (queue_.empty() || param_queue_.begin()->first < queue_.begin()->first);
+        const JobQueue& queue = is_param ? param_queue_ : queue_;
         if (queue.empty()) return;
         const std::shared_ptr<Job> job = queue.begin()->second;
         if (job->generation() > unadmitted_.begin()->first) return;
-        if (!admit_locked(job)) {
-            is_short_of_memory_ = true;
-            return;
-        }
+        if (admit_locked(job)) continue;
+        is_short_of_memory_ = true;
+        if (!is_param) return;
+        is_wanted = true;
     }
 }
 
@@ -138,11 +138,8 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     const ChunkSpec& to = chunk.after(*job);
     const std::uint64_t num_bytes = chunk.staging_bytes(to);
     if (num_bytes > 0) {
-        const bool is_in_turn = makes_param_alone_locked(*job) && may_write_locked(*job);
-        job->staging = is_in_turn ? staging_->try_allocate_in_turn(num_bytes)
-                                  : staging_->try_allocate(num_bytes);
+        job->staging = try_allocate_locked(*job, num_bytes);
         if (job->staging == nullptr) return false;
-        if (is_in_turn) bytes_in_turn_ += job->bytes_in_turn = num_bytes;
     }
     place_blocks_locked(chunk, *job);
     job->param16 = to.param_on_storage() ? job->staging + chunk.param_offset(to) : nullptr;
@@ -156,6 +153,7 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     leave_locked(unadmitted_, job->generation());
 
     job->num_edits = chunk.num_edits;
+    job->num_puts = chunk.num_puts;
     choose_halves_locked(chunk, *job);
     std::vector<IoExtent> extents;
     place_state_locked(chunk, *job, extents);
@@ -176,25 +174,25 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
     return true;
 }
 
-// See [Note: P16 that was written]. As many as are read, updated and written at once may anyway.
-bool ChunkPipeline::may_hold_more_in_turn_locked(const Job& job) const
+// See [Note: P16 that was written].
+char* ChunkPipeline::try_allocate_locked(Job& job, std::uint64_t num_bytes)
 {
-    const Chunk& chunk = chunks_[job.update.chunk];
-    const std::uint64_t num_bytes = chunk.staging_bytes(chunk.after(job));
+    if (!job.makes_param_alone) return staging_->try_allocate(num_bytes);
+    Chunk& chunk = chunks_[job.update.chunk];
+    if (is_published_locked(job)) forget_written_locked(chunk);
+    char* found = staging_->try_allocate_beside_wanted(num_bytes);
+    // As many as are read, updated and written at once may do without.
     const std::uint64_t most =
         std::max(staging_->capacity_bytes() / 4, (kEnoughTransfers + 1) * num_bytes);
-    return !may_write_locked(job) || bytes_in_turn_ + num_bytes <= most;
-}
-
-bool ChunkPipeline::makes_param_alone_locked(const Job& job) const
-{
-    const Chunk& chunk = chunks_[job.update.chunk];
-    return chunk.makes_param_alone(chunk.after(job));
+    if (found == nullptr && param_bytes_ + num_bytes <= most)
+        found = staging_->try_allocate(num_bytes);
+    if (found != nullptr) param_bytes_ += job.param_bytes = num_bytes;
+    return found;
 }
 
 ChunkPipeline::JobQueue& ChunkPipeline::queue_of_locked(const Job& job)
 {
-    return makes_param_alone_locked(job) ? param_queue_ : queue_;
+    return job.makes_param_alone ? param_queue_ : queue_;
 }
 
 void ChunkPipeline::submit_locked(IoKind kind, std::vector<IoExtent> extents,
@@ -518,8 +516,7 @@ void ChunkPipeline::on_write(const std::shared_ptr<Job>& job, const IoOutcome& o
 {
     std::lock_guard<std::mutex> lock(mutex_);
     transferred_locked(2, *job);
-    if (outcome.error == 0 && !job->dropped) leave_staging_locked(*job);
-    release_staging_locked(*job);
+    release_staging_locked(*job, outcome.error == 0 && !job->dropped);
     job->state = JobState::kWritten;
     job->stays = outcome.error != 0 && stays_locked(*job);
     if (outcome.error != 0 && !job->stays) {
@@ -538,6 +535,7 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     release_staging_locked(*job);
     expect_less_locked(*job, job->num_elements_left, job->num_bytes_left);
     if (!job->dropped) {
+        forget_written_locked(chunk);
         chunk.written = job->written;
         if (!chunk.after(*job).resident())
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
@@ -550,6 +548,8 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
         chunk.zero_moments = false;
         chunk.updated_generation = chunk.published_generation = job->generation();
         leave_locked(open_, job->generation());
+    } else if (job->written) {
+        staging_->forget(job->written->block);
     }
     chunk.job.reset();
     offer_locked(chunk);
@@ -579,22 +579,20 @@ bool ChunkPipeline::stays_locked(const Job& job) const
            !to.param_on_storage();
 }
 
-void ChunkPipeline::release_staging_locked(Job& job)
+// What was written stays there, if it `leaves` P16 alone, until somebody is given the memory.
+void ChunkPipeline::release_staging_locked(Job& job, bool leaves)
 {
     if (job.staging == nullptr || job.num_copies > 0) return;  // the last copy releases it
-    staging_->release(std::exchange(job.staging, nullptr));
-    bytes_in_turn_ -= std::exchange(job.bytes_in_turn, 0);
-    if (is_short_of_memory_) work_.notify_one();
-}
-
-// The job was written, which stays in its memory until somebody needs that.
-void ChunkPipeline::leave_staging_locked(Job& job)
-{
-    if (job.num_copies > 0 || !makes_param_alone_locked(job)) return;  // or the last copy leaves it
-    const std::uint64_t num_bytes = chunks_[job.update.chunk].param_bytes();
-    const auto block = staging_->leave(std::exchange(job.staging, nullptr), num_bytes);
-    bytes_in_turn_ -= std::exchange(job.bytes_in_turn, 0);
-    job.written = Written{block, job.generation(), job.num_edits};
+    Chunk& chunk = chunks_[job.update.chunk];
+    if (leaves && job.makes_param_alone) {
+        const bool is_wanted = !job.is_taken && job.num_puts == chunk.num_puts;
+        const auto block = staging_->leave(job.staging, chunk.param_bytes(), is_wanted);
+        job.written = Written{block, job.generation(), job.num_puts, job.is_taken};
+    } else {
+        staging_->release(job.staging);
+    }
+    job.staging = nullptr;
+    param_bytes_ -= std::exchange(job.param_bytes, 0);
     if (is_short_of_memory_) work_.notify_one();
 }
 
