@@ -202,10 +202,10 @@ def _lanes(
 
 class _Phases(NamedTuple):
     """Work of the lanes, in seconds: of one micro-batch's forward and backward, of moving sums of gradients, of
-    spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()``, because its
-    state is in host memory in one version. ``states_read``: bytes of states that updates read; ``params_read``: of
-    parameters that a backward reads from storage; ``sums_secs``: of adding a micro-batch's gradients on the host;
-    ``tail_secs``: from the last gradient to the next step's forward.
+    spilling gradients, and of the optimizer; ``resident`` is the part of it that waits for ``step()`` with its state in
+    host memory. ``states_read``: bytes of states that updates read; ``params_read``: of parameters that a backward
+    reads from storage; ``sums_secs``: of adding a micro-batch's gradients on the host; ``tail_secs``: from the last
+    gradient to the next step's forward.
     """
 
     forward: _Lanes
@@ -444,8 +444,8 @@ def _phase_secs(lanes: _Lanes, machine: Machine, *, storage: bool = True) -> flo
 
 def _deferred(machine: Machine, place: Placement, p: _Phases) -> tuple[_Lanes, _Lanes]:
     """The optimizer's work where updates wait for ``step()``: beside the next forward, and beside backward. At most
-    what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends; P16
-    on storage is written with its state, before forward reads it.
+    what staging memory holds of the states is read ahead in backward, and is still to be written when forward ends. P16
+    on storage is written with its state on storage, before forward reads it.
     """
     most = min(place.staging_bytes, p.states_read)
 
