@@ -138,6 +138,18 @@ TEST(pool_leaves_what_is_in_a_released_block_until_it_is_handed_out)
     CHECK(pool.try_take_back(again_begin) == nullptr);
 }
 
+TEST(pool_last_fit)
+{
+    AlignedPool pool(6 * kPageBytes);
+    CHECK(pool.try_allocate_last(2 * kPageBytes) == pool.base() + 4 * kPageBytes);
+    CHECK(pool.try_allocate(kPageBytes) == pool.base());
+    CHECK(pool.try_allocate_last(kPageBytes) == pool.base() + 3 * kPageBytes);
+    pool.release(pool.base() + 4 * kPageBytes);
+    CHECK(pool.try_allocate_last(3 * kPageBytes) == nullptr);
+    CHECK(pool.try_allocate_last(kPageBytes) == pool.base() + 5 * kPageBytes);
+    CHECK(pool.try_allocate_last(2 * kPageBytes) == pool.base() + kPageBytes);
+}
+
 TEST(pool_spares_what_is_wanted)
 {
     AlignedPool pool(8 * kPageBytes);
@@ -152,10 +164,13 @@ TEST(pool_spares_what_is_wanted)
     CHECK(pool.try_allocate_beside_wanted(3 * kPageBytes) == blocks[2]);
     CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[7]);
     CHECK(pool.try_allocate_beside_wanted(kPageBytes) == nullptr);
-    pool.forget(second);
-    pool.forget(second);
-    CHECK(pool.try_take_back(second) == nullptr);
+    pool.unwant(second);
+    pool.unwant(second);
+    CHECK(pool.try_take_back(second) == blocks[1]);
+    const AlignedPool::Left unwanted = pool.leave(blocks[1], 1, false);
     CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[1]);
+    CHECK(pool.try_take_back(unwanted) == nullptr);
+    pool.unwant(unwanted);
     CHECK(pool.try_take_back(sixth) == blocks[5]);
     const AlignedPool::Left again = pool.leave(blocks[5], 1, false);
     CHECK(pool.try_allocate_beside_wanted(kPageBytes) == blocks[5]);

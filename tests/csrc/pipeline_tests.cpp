@@ -398,6 +398,63 @@ TEST(pipeline_states_on_storage_are_read_ahead_of_p16_that_waits)
         CHECK(world.stored_param_is(chunk, kHalfMinusOne));
 }
 
+// Chunks of which a forward took nothing, and which no later step updates.
+TEST(pipeline_spares_nothing_that_the_forward_before_did_not_take)
+{
+    World world({.state = Place::kDram, .params = Place::kStorage, .num_chunks = 40});
+    const std::size_t all = world.staging->capacity_bytes() / world.short_part;
+    world.pipeline->publish(1);
+    for (std::size_t chunk = 0; chunk < all; ++chunk)
+        world.pipeline->enqueue(world.update(chunk, 1));
+    world.finish(1);
+    world.pipeline->publish(2);
+    leave_params(world, 0);
+    for (std::size_t chunk = all; chunk < 2 * all; ++chunk)
+        world.pipeline->enqueue(world.update(chunk, 2));
+    CHECK(world.pipeline->wait_updated(2 * all - 1, 2, kPatienceSecs));
+    world.engine->clear_faults();
+    world.finish(2);
+}
+
+// Updates that wait for what forward has yet to take go on as soon as it will not: the writes of
+// four of them are held.
+TEST(pipeline_updates_go_on_when_nothing_is_spared)
+{
+    enum class End { kPublished, kPut, kDropped };
+    for (const End end : {End::kPublished, End::kPut, End::kDropped}) {
+        World world({.state = Place::kDram,
+                     .params = Place::kStorage,
+                     .num_chunks = 19,
+                     .has_spares = true});
+        const std::size_t all = world.staging->capacity_bytes() / world.short_part;
+        CHECK(all == 13);
+        const std::int64_t generation = end == End::kDropped ? 2 : 1;
+        world.pipeline->publish(1);
+        world.pipeline->set_committed(1);
+        for (std::size_t chunk = 0; chunk < all; ++chunk)
+            world.pipeline->enqueue(world.update(chunk, generation));
+        while (world.pipeline->stats().num_updates < all || world.staging->used_bytes() > 0)
+            std::this_thread::yield();
+        leave_params(world, 0);
+        const std::int64_t next = end == End::kPublished ? 2 : generation;
+        for (std::size_t chunk = all; chunk < world.given.num_chunks; ++chunk)
+            world.pipeline->enqueue(world.update(chunk, next));
+        while (world.pipeline->stats().num_updates < all + 4) std::this_thread::yield();
+        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        CHECK(world.pipeline->stats().num_updates == all + 4);
+        if (end == End::kPublished) world.pipeline->publish(2);
+        for (std::size_t chunk = 0; chunk < all && end != End::kPublished; ++chunk)
+            end == End::kPut ? world.pipeline->params_edited(chunk)
+                             : world.pipeline->invalidate(chunk);
+        const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(100);
+        while (world.pipeline->stats().num_updates < world.given.num_chunks &&
+               std::chrono::steady_clock::now() < until)
+            std::this_thread::yield();
+        CHECK(world.pipeline->stats().num_updates == world.given.num_chunks);
+        world.engine->clear_faults();
+    }
+}
+
 // Written before publication, and dropped: nobody will take it.
 TEST(pipeline_spares_nothing_that_was_dropped)
 {

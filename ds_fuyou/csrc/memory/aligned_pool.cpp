@@ -63,15 +63,20 @@ AlignedPool::~AlignedPool()
 
 char* AlignedPool::try_allocate(std::uint64_t num_bytes)
 {
-    return try_allocate(num_bytes, false);
+    return try_allocate(num_bytes, Fit::kFirst);
 }
 
 char* AlignedPool::try_allocate_beside_wanted(std::uint64_t num_bytes)
 {
-    return try_allocate(num_bytes, true);
+    return try_allocate(num_bytes, Fit::kBesideWanted);
 }
 
-char* AlignedPool::try_allocate(std::uint64_t num_bytes, bool beside_wanted)
+char* AlignedPool::try_allocate_last(std::uint64_t num_bytes)
+{
+    return try_allocate(num_bytes, Fit::kLast);
+}
+
+char* AlignedPool::try_allocate(std::uint64_t num_bytes, Fit fit)
 {
     if (num_bytes > capacity_bytes_) {
         return nullptr;
@@ -79,28 +84,30 @@ char* AlignedPool::try_allocate(std::uint64_t num_bytes, bool beside_wanted)
     // An empty block takes a page too, so that every address handed out is unique.
     const std::uint64_t needed_bytes = round_up_to_page(std::max<std::uint64_t>(num_bytes, 1));
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto offset = find_locked(needed_bytes, beside_wanted);
+    const auto offset = find_locked(needed_bytes, fit);
     return offset ? take_locked(*offset, needed_bytes) : nullptr;
 }
 
-// The lowest offset where as many bytes are free, and, if so asked, none of them is wanted.
-std::optional<std::uint64_t> AlignedPool::find_locked(std::uint64_t num_bytes,
-                                                      bool beside_wanted) const
+std::optional<std::uint64_t> AlignedPool::find_locked(std::uint64_t num_bytes, Fit fit) const
 {
+    std::optional<std::uint64_t> last;
     for (const auto& [offset, run_bytes] : free_) {
         const std::uint64_t end = offset + run_bytes;
         if (run_bytes < num_bytes) continue;
-        if (!beside_wanted) return offset;
+        if (fit == Fit::kFirst) return offset;
+        if (fit == Fit::kLast) {
+            last = end - num_bytes;
+            continue;
+        }
         std::uint64_t begin = offset;
         for (auto left = left_.lower_bound(offset); left != left_.end() && left->first < end;
              ++left) {
-            if (!left->second.is_wanted) continue;
-            if (left->first - begin >= num_bytes) break;
-            begin = left->first + left->second.num_bytes;
+            if (left->first >= begin + num_bytes) break;
+            if (left->second.is_wanted) begin = left->first + left->second.num_bytes;
         }
-        if (end - begin >= num_bytes) return begin;
+        if (end >= begin + num_bytes) return begin;
     }
-    return std::nullopt;
+    return last;
 }
 
 // The bytes are free.
@@ -145,11 +152,11 @@ char* AlignedPool::try_take_back(const Left& left)
     return found == left_.end() ? nullptr : take_locked(left.offset, found->second.num_bytes);
 }
 
-void AlignedPool::forget(const Left& left)
+void AlignedPool::unwant(const Left& left)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = find_left_locked(left);
-    if (found != left_.end()) left_.erase(found);
+    if (found != left_.end()) found->second.is_wanted = false;
 }
 
 AlignedPool::LeftBlocks::iterator AlignedPool::find_left_locked(const Left& left)

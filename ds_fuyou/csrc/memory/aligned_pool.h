@@ -33,8 +33,9 @@ class AlignedPool {
 
     // First fit; nullptr when no free run is large enough.
     char* try_allocate(std::uint64_t num_bytes);
-    // The same without a byte of what is left and wanted, see leave().
+    // The same without a byte of what is left and wanted, see leave(); and the last fit.
     char* try_allocate_beside_wanted(std::uint64_t num_bytes);
+    char* try_allocate_last(std::uint64_t num_bytes);
     // The inverse of both. Throws std::invalid_argument for an address they did not hand out.
     void release(char* address);
 
@@ -47,7 +48,7 @@ class AlignedPool {
     Left leave(char* address, std::uint64_t num_bytes, bool is_wanted);
     // They are the caller's, to be released, with what was in them; nullptr if they have gone.
     char* try_take_back(const Left& left);
-    void forget(const Left& left);  // nobody will take it back
+    void unwant(const Left& left);
 
     char* base() const { return base_; }
     std::uint64_t capacity_bytes() const { return capacity_bytes_; }
@@ -64,8 +65,10 @@ class AlignedPool {
     };
     using LeftBlocks = std::map<std::uint64_t, LeftBlock>;
 
-    char* try_allocate(std::uint64_t num_bytes, bool beside_wanted);
-    std::optional<std::uint64_t> find_locked(std::uint64_t num_bytes, bool beside_wanted) const;
+    enum class Fit { kFirst, kBesideWanted, kLast };
+
+    char* try_allocate(std::uint64_t num_bytes, Fit fit);
+    std::optional<std::uint64_t> find_locked(std::uint64_t num_bytes, Fit fit) const;
     LeftBlocks::iterator find_left_locked(const Left& left);
     char* take_locked(std::uint64_t offset, std::uint64_t num_bytes);
     std::uint64_t release_locked(char* address);

@@ -133,13 +133,17 @@ void ChunkPipeline::params_edited(std::size_t index)
 void ChunkPipeline::params_put_locked(Chunk& chunk)
 {
     ++chunk.num_puts;
-    forget_written_locked(chunk);
+    unwant_locked(chunk.written);
+    chunk.written.reset();
 }
 
-void ChunkPipeline::forget_written_locked(Chunk& chunk)
+// Forward will not take it.
+void ChunkPipeline::unwant_locked(std::optional<Written>& written)
 {
-    if (chunk.written) staging_->forget(chunk.written->block);
-    chunk.written.reset();
+    if (!written || written->is_taken) return;
+    written->is_taken = true;
+    staging_->unwant(written->block);
+    if (is_short_of_memory_) work_.notify_one();
 }
 
 bool ChunkPipeline::has_high(std::size_t index) const
@@ -342,6 +346,7 @@ void ChunkPipeline::publish(std::int64_t generation)
     transfer_pace_.fade();
     update_pace_.fade();
     for (Chunk& chunk : chunks_) {
+        unwant_locked(chunk.written);                // by the forward that came before
         const std::shared_ptr<Job> job = chunk.job;  // may still be the job of an older generation
         if (!job || job->dropped || job->generation() != generation) continue;
         if (job->state == JobState::kWritten) {
@@ -350,6 +355,7 @@ void ChunkPipeline::publish(std::int64_t generation)
             show_params_locked(chunk, *job);
         }
     }
+    if (is_short_of_memory_) work_.notify_one();
     chunk_changed_.notify_all();
     durable_.notify_all();
 }
@@ -445,7 +451,11 @@ bool ChunkPipeline::copy_updated(std::size_t chunk_index, std::uint64_t begin,
     if (begin + num_bytes >= chunk.param_bytes()) job->is_taken = true;
     if (job->state != JobState::kWritten) return true;
     release_staging_locked(*job, true);
-    if (chunk.published_generation == job->generation()) chunk.written = job->written;
+    if (chunk.published_generation == job->generation()) {
+        chunk.written = job->written;
+    } else {
+        unwant_locked(job->written);
+    }
     return true;
 }
 

@@ -64,12 +64,13 @@
 // written stays there until somebody is given the memory, so that forward need not read it back: it
 // would wait behind the writes of later chunks, which would end meanwhile and have to be read, too.
 // What is left holds no memory, for all of it is free: whoever asks for some gets it, where it
-// would be if nothing were left. Only updates that make nothing but P16 spare what forward has yet
-// to take, so they are ahead of it by no more than all of the memory; but for a quarter of it (four
-// of them at least), for it may be that no forward comes. Jobs that load states go ahead of those
-// that wait for that. What is left is P16 of the chunk as long as that generation is the published
-// one, and nobody has put it there or elsewhere, or said that it was edited (params_edited, between
-// the end of that update and the write).
+// would be if nothing were left. Only updates that make nothing but P16 spare what the next forward
+// has yet to take, that is, to copy to the chunk's end; so they use all of the memory at first, and
+// then follow it. At most a quarter of the memory, or four of them, holds at once what does not
+// spare: it may be that no forward comes, or that it is slower than writes, and needs nothing that
+// is left. Jobs that load states go ahead of those that wait for that. What is left is P16 of the
+// chunk as long as that generation is the published one, and nobody has put it there or elsewhere,
+// or said that it was edited (params_edited, between the end of that update and the write).
 //
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
@@ -84,6 +85,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -331,7 +333,7 @@ class ChunkPipeline {
     void on_write(const std::shared_ptr<Job>& job, const IoOutcome& outcome);
     void release_staging_locked(Job& job, bool leaves = false);
     void params_put_locked(Chunk& chunk);
-    void forget_written_locked(Chunk& chunk);
+    void unwant_locked(std::optional<Written>& written);
     bool copy_written_locked(std::unique_lock<std::mutex>& lock, Chunk& chunk, std::uint64_t begin,
                              std::uint64_t num_bytes, char* destination);
     std::int64_t io_priority(const Job& job) const;

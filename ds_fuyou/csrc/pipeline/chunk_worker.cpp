@@ -178,14 +178,12 @@ bool ChunkPipeline::admit_locked(const std::shared_ptr<Job>& job)
 char* ChunkPipeline::try_allocate_locked(Job& job, std::uint64_t num_bytes)
 {
     if (!job.makes_param_alone) return staging_->try_allocate(num_bytes);
-    Chunk& chunk = chunks_[job.update.chunk];
-    if (is_published_locked(job)) forget_written_locked(chunk);
     char* found = staging_->try_allocate_beside_wanted(num_bytes);
     // As many as are read, updated and written at once may do without.
     const std::uint64_t most =
         std::max(staging_->capacity_bytes() / 4, (kEnoughTransfers + 1) * num_bytes);
-    if (found == nullptr && param_bytes_ + num_bytes <= most)
-        found = staging_->try_allocate(num_bytes);
+    if (found == nullptr && param_bytes_ + num_bytes <= most)  // where forward comes to last
+        found = staging_->try_allocate_last(num_bytes);
     if (found != nullptr) param_bytes_ += job.param_bytes = num_bytes;
     return found;
 }
@@ -535,7 +533,6 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
     release_staging_locked(*job);
     expect_less_locked(*job, job->num_elements_left, job->num_bytes_left);
     if (!job->dropped) {
-        forget_written_locked(chunk);
         chunk.written = job->written;
         if (!chunk.after(*job).resident())
             chunk.forms[static_cast<std::size_t>(job->target_slot)] = job->sums.form;
@@ -548,8 +545,8 @@ void ChunkPipeline::finish_locked(const std::shared_ptr<Job>& job)
         chunk.zero_moments = false;
         chunk.updated_generation = chunk.published_generation = job->generation();
         leave_locked(open_, job->generation());
-    } else if (job->written) {
-        staging_->forget(job->written->block);
+    } else {
+        unwant_locked(job->written);
     }
     chunk.job.reset();
     offer_locked(chunk);
