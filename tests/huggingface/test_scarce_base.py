@@ -92,11 +92,12 @@ def test_it_moves_again_and_again(stock: tuple[dict, dict], tmp_path: Path) -> N
 
 def test_others_leave_where_it_cannot(tmp_path: Path) -> None:
     """Another engine of the process may use it."""
-    budget = {"dram_budget_bytes": 350_000, "plan": {"chunk_bytes": 16384}, "optimizer": {"tier": "auto"}}
+    stored = {"optimizer": {"tier": "nvme"}, "gradients": {"tier": "nvme"}}
+    tiers = {**AUTO, **stored, "dram_budget_bytes": 1_200_000, "plan": {"chunk_bytes": 16384}}
     do = [("train", 2), ("other", ""), ("scarce", 0), ("train", 4)]
-    found = run(tmp_path, "ours", do, tiers={**AUTO, **budget}, config=UNPLACED, model=DEEP, adapter={"r": 64})
+    found = run(tmp_path, "ours", do, tiers=tiers, config=UNPLACED, model=DEEP, adapter={"r": 64})
     assert "frozen parameters cannot leave it now" in found["output"]
-    assert re.search(r"host memory is scarce: (P32 and moments|P16|G16) of", found["output"]), found["output"][-3000:]
+    assert "host memory is scarce: P16 of" in found["output"], found["output"][-3000:]
 
 
 def test_a_move_that_is_cut_short_ends_the_engine(tmp_path: Path) -> None:
