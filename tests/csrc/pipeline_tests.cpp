@@ -326,18 +326,23 @@ TEST(pipeline_leaves_no_p16_beside_states)
     CHECK(num_copied(world, kHalfMinusOne) == 0);
 }
 
-// What `num` chunks of which nothing but P16 is made leave in staging: all of them.
+// No write ends until the engine's faults are cleared.
+void hold_writes(World& world)
+{
+    IoFault hold;
+    hold.kind = IoKind::kWrite;
+    hold.effect = IoFault::Effect::kHold;
+    hold.count = world.given.num_chunks;
+    world.engine->add_fault(hold);
+}
+
+// The first `num` chunks, of which nothing but P16 is made, leave it in staging: all of them.
 void leave_params(World& world, std::size_t num)
 {
     for (std::size_t chunk = 0; chunk < num; ++chunk)
         world.pipeline->enqueue(world.update(chunk, 1));
     for (std::size_t chunk = 0; chunk < num; ++chunk)
         CHECK(world.pipeline->wait_published(chunk, 1, kPatienceSecs));
-    IoFault hold;
-    hold.kind = IoKind::kWrite;
-    hold.effect = IoFault::Effect::kHold;
-    hold.count = world.given.num_chunks;
-    world.engine->add_fault(hold);
 }
 
 TEST(pipeline_updates_that_only_make_p16_spare_what_forward_has_yet_to_take)
@@ -349,6 +354,7 @@ TEST(pipeline_updates_that_only_make_p16_spare_what_forward_has_yet_to_take)
     CHECK(most > 4 && all + most + 2 < world.given.num_chunks);
     world.pipeline->publish(1);
     leave_params(world, all);
+    hold_writes(world);
     for (std::size_t chunk = all; chunk < world.given.num_chunks; ++chunk)
         world.pipeline->enqueue(world.update(chunk, 1));
     const auto num_updated = [&world, all](std::size_t wanted) {
@@ -374,7 +380,7 @@ TEST(pipeline_updates_that_only_make_p16_use_all_memory_where_nothing_is_left)
     World world({.state = Place::kDram, .params = Place::kStorage, .num_chunks = 40});
     const std::size_t all = world.staging->capacity_bytes() / world.short_part;
     world.pipeline->publish(1);
-    leave_params(world, 0);
+    hold_writes(world);
     for (std::size_t chunk = 0; chunk < world.given.num_chunks; ++chunk)
         world.pipeline->enqueue(world.update(chunk, 1));
     CHECK(world.pipeline->wait_updated(all - 1, 1, kPatienceSecs));
@@ -387,8 +393,10 @@ TEST(pipeline_states_on_storage_are_read_ahead_of_p16_that_waits)
     World world({.params = Place::kStorage, .num_chunks = 24, .num_in_memory = 23});
     const std::size_t last = world.given.num_chunks - 1;
     world.pipeline->publish(1);
-    leave_params(world, world.staging->capacity_bytes() / world.short_part);
-    for (std::size_t chunk = 13; chunk <= last; ++chunk)
+    const std::size_t num_left = world.staging->capacity_bytes() / world.short_part;
+    leave_params(world, num_left);
+    hold_writes(world);
+    for (std::size_t chunk = num_left; chunk <= last; ++chunk)
         world.pipeline->enqueue(world.update(chunk, 1));
     CHECK(world.pipeline->wait_updated(last, 1, kPatienceSecs));
     CHECK(!world.pipeline->is_updated(last - 1, 1));
@@ -408,7 +416,7 @@ TEST(pipeline_spares_nothing_that_the_forward_before_did_not_take)
         world.pipeline->enqueue(world.update(chunk, 1));
     world.finish(1);
     world.pipeline->publish(2);
-    leave_params(world, 0);
+    hold_writes(world);
     for (std::size_t chunk = all; chunk < 2 * all; ++chunk)
         world.pipeline->enqueue(world.update(chunk, 2));
     CHECK(world.pipeline->wait_updated(2 * all - 1, 2, kPatienceSecs));
@@ -435,7 +443,7 @@ TEST(pipeline_updates_go_on_when_nothing_is_spared)
             world.pipeline->enqueue(world.update(chunk, generation));
         while (world.pipeline->stats().num_updates < all || world.staging->used_bytes() > 0)
             std::this_thread::yield();
-        leave_params(world, 0);
+        hold_writes(world);
         const std::int64_t next = end == End::kPublished ? 2 : generation;
         for (std::size_t chunk = all; chunk < world.given.num_chunks; ++chunk)
             world.pipeline->enqueue(world.update(chunk, next));
@@ -484,7 +492,7 @@ TEST(pipeline_leaves_no_state_that_has_moved)
     places.resident_state = world.resident[0].data();
     world.pipeline->set_destination(0, places);
     world.pipeline->publish(1);
-    leave_params(world, 0);
+    hold_writes(world);
     world.enqueue_all(1);
     CHECK(world.pipeline->wait_updated(0, 1, kPatienceSecs));
     std::atomic<bool> is_over{false};
@@ -509,7 +517,7 @@ TEST(pipeline_hands_p16_over_that_was_copied_while_its_write_ended)
         const std::int64_t generation = is_replaced ? 2 : 1;
         const std::uint16_t half = is_replaced ? kHalfMinusTwo : kHalfMinusOne;
         world.pipeline->publish(generation);
-        leave_params(world, 0);
+        hold_writes(world);
         world.enqueue_all(generation);
         CHECK(world.pipeline->wait_updated(0, generation, kPatienceSecs));
         std::atomic<bool> is_over{false};

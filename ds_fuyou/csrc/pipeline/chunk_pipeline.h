@@ -66,11 +66,12 @@
 // What is left holds no memory, for all of it is free: whoever asks for some gets it, where it
 // would be if nothing were left. Only updates that make nothing but P16 spare what the next forward
 // has yet to take, that is, to copy to the chunk's end; so they use all of the memory at first, and
-// then follow it. At most a quarter of the memory, or four of them, holds at once what does not
-// spare: it may be that no forward comes, or that it is slower than writes, and needs nothing that
-// is left. Jobs that load states go ahead of those that wait for that. What is left is P16 of the
-// chunk as long as that generation is the published one, and nobody has put it there or elsewhere,
-// or said that it was edited (params_edited, between the end of that update and the write).
+// then follow it. Where nothing else is free they take that, too, as long as they hold no more than
+// a quarter of the memory, or four of them: it may be that no forward comes, or that it is slower
+// than writes, and needs nothing that is left. Jobs that load states go ahead of those that wait
+// for that. What is left is P16 of the chunk as long as that generation is the published one, and
+// nobody has put it there or elsewhere, or said that it was edited (params_edited, between the end
+// of that update and the write).
 //
 // [Note: work a chunk]
 // Models have tens of thousands of chunks, so nothing that happens once a chunk may walk a list of
