@@ -20,7 +20,6 @@ from ds_fuyou.state_layout import BF16, FP32
 
 __all__ = [
     "SUPPORTED_OPTIMIZERS",
-    "Absorbed",
     "Activation",
     "IgnoredKey",
     "absorb_offload_sections",
@@ -59,8 +58,9 @@ class IgnoredKey:
 
 
 @dataclass(frozen=True)
-class Absorbed:
-    """The block completed by the offload sections.
+class Activation:
+    """What the plugin attaches to a parsed DeepSpeed configuration as its attribute ``fuyou``: the block, completed by
+    the offload sections.
 
     Attributes:
         config: the block, its "auto" tiers and missing `nvme_path` filled in.
@@ -71,14 +71,6 @@ class Absorbed:
     config: FuyouConfig
     ignored: tuple[IgnoredKey, ...]
     pin_memory: bool
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What the plugin attaches to a parsed DeepSpeed configuration as its attribute ``fuyou``."""
-
-    config: FuyouConfig
-    absorbed: Absorbed
 
     @property
     def state_paths(self) -> tuple[str, ...]:
@@ -128,13 +120,10 @@ def load_activation(ds_config: Mapping[str, Any]) -> Activation | None:
         FuyouConfigError: the block is wrong or cannot work with the rest of the configuration.
     """
     config = load_block(ds_config)
-    if config is None:
-        return None
-    absorbed = absorb_offload_sections(ds_config, config)
-    return Activation(absorbed.config, absorbed)
+    return None if config is None else absorb_offload_sections(ds_config, config)
 
 
-def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -> Absorbed:
+def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -> Activation:
     """Completes `config` from ``offload_optimizer``, ``offload_param`` and ``aio``.
 
     Raises:
@@ -176,7 +165,7 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         ignored.append(IgnoredKey("optimizer.params.torch_adam", "DeepSpeed's CPU kernel updates; last bits differ"))
     completed = _completed(config, tuple(paths), tiers)
     _require_path(completed)
-    return Absorbed(completed, tuple(ignored), pin_memory=all(pins))
+    return Activation(completed, tuple(ignored), pin_memory=all(pins))
 
 
 def _planned(config: FuyouConfig) -> dict[str, float]:

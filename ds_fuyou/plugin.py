@@ -426,7 +426,7 @@ def announce(activation: Activation) -> None:
         f"tiers: {', '.join(_homes(config))}, activations {config.activations.tier}; state in {where}",
     )
     log_once(logging.DEBUG, f"patched: {', '.join(point.attribute for point in _originals)}")
-    ignored = [item for item in activation.absorbed.ignored if is_news(f"without effect: {item.key}")]
+    ignored = [item for item in activation.ignored if is_news(f"without effect: {item.key}")]
     if ignored:
         keys = "; ".join(f"{item.key} ({item.reason})" for item in ignored)
         log_once(logging.INFO, f"keys of the DeepSpeed configuration without effect under ds_fuyou: {keys}")
@@ -499,7 +499,7 @@ def _rewrite(ds_config: Any, activation: Activation) -> None:
         DeepSpeedZeroOffloadParamConfig,
     )
 
-    pin_memory = activation.absorbed.pin_memory
+    pin_memory = activation.pin_memory
     # The swapper of a run that keeps everything in host memory never opens a file, but zero.Init
     # insists on a path.
     path = Path(activation.state_paths[0] if activation.state_paths else tempfile.gettempdir())

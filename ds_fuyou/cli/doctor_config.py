@@ -179,8 +179,8 @@ def _block(config: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _effects(activation: Activation) -> Iterator[Row]:
-    if activation.absorbed.ignored:
-        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.absorbed.ignored)
+    if activation.ignored:
+        keys = "; ".join(f"{item.key} ({item.reason})" for item in activation.ignored)
         yield f"without effect under the block: {keys}", True, "leave them out, or keep them for runs without the block"
     if activation.config.gradients.reduce_by == "block":
         found = f'{BLOCK_KEY}.gradients.reduce_by is "block": on more than two ranks last bits differ from stock\'s'

@@ -150,20 +150,9 @@ class ChunkMover:
         now, target = self._place.residency.states, self._target or self._place.residency.states
         return tuple(is_in and target[i] and self._moving.get(i, True) for i, is_in in enumerate(now))
 
-    @property
-    def left_bytes(self) -> int:
-        """Of states that are not yet where they shall be."""
-        indices = {*self._moving, *(chunk.index for chunk in self._wanted())}
-        return sum(self._place.state_spec(self._core.layout.chunks[index]).num_bytes for index in indices)
-
     def is_due(self, index: int) -> bool:
         """Whether the next step that is applied moves the chunk: until then nothing is to work on its state."""
         return index in self._due
-
-    @property
-    def due(self) -> Iterable[int]:
-        """What the next step moves."""
-        return self._due.keys()
 
     # ---- the step -----------------------------------------------------------------------------------------
 

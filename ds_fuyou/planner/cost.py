@@ -118,13 +118,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Seconds: of all forwards, of all backwards, of the step; and each lane's own work.
+    """Seconds of the step, and of each lane's own work.
 
     ``bound`` is the lane that bounds most of the time: of each phase the lane with the most work in it.
     """
 
-    forward_secs: float
-    backward_secs: float
     iteration_secs: float
     lane_secs: dict[Lane, float]
     bound: Lane
@@ -241,18 +239,18 @@ class StepCost:
     def form(self, place: Placement) -> ClosedForm:
         """Lane times and iteration time of one step under a placement."""
         p, machine, more = self._phases(place), self._machine, self._work.accumulation - 1
-        forward, backward, step, spent = self._step(p, place)
+        step, spent = self._step(p, place)
         by_lane = [0.0] * len(Lane)
         for lanes, secs in spent:
             by_lane[bound_lane(lanes, machine.storage_duplex)] += secs
         between = _lanes(thread=machine.thread.between, cpu=more * p.sums_secs)
         micro_batches = [p.forward, p.backward] * (more + 1)
         total = _together(*micro_batches, *[p.accumulate] * more, p.spill, p.optimizer, between)
-        return ClosedForm(forward, backward, step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
+        return ClosedForm(step, dict(zip(Lane, total, strict=True)), bound_lane(by_lane, 1.0))
 
     def secs(self, place: Placement) -> float:
         """The iteration time alone."""
-        return self._step(self._phases(place), place)[2]
+        return self._step(self._phases(place), place)[0]
 
     def _phases(self, place: Placement) -> _Phases:
         machine, classes, known = self._machine, _CLASSES(place), self._known
@@ -322,8 +320,8 @@ class StepCost:
     def _together_secs(self, lanes: _Lanes) -> float:
         return sum(lanes) if self._policy.in_a_row else _phase_secs(lanes, self._machine)
 
-    def _step(self, p: _Phases, place: Placement) -> tuple[float, float, float, list[tuple[_Lanes, float]]]:
-        """Seconds of all forwards, of all backwards, of the step; and its parts, with what lanes do in them."""
+    def _step(self, p: _Phases, place: Placement) -> tuple[float, list[tuple[_Lanes, float]]]:
+        """Seconds of the step; and its parts, with what lanes do in them."""
         machine, policy, more = self._machine, self._policy, self._work.accumulation - 1
         spent: list[tuple[_Lanes, float]] = []
 
@@ -336,10 +334,10 @@ class StepCost:
             return took
 
         # All micro-batches but the last. What is added on the host goes on beside both.
-        forward, backward = secs(more, p.forward), secs(more, p.backward, p.accumulate)
-        late = max(0.0, more * p.sums_secs - forward - backward)
+        others = secs(more, p.forward) + secs(more, p.backward, p.accumulate)
+        late = max(0.0, more * p.sums_secs - others)
         spent.append((_lanes(cpu=late), late))
-        backward += late
+        others += late
         if policy.updates is Updates.DEADLINE:
             usual, parts = self._beside_both(p, place)
             spent += parts
@@ -347,21 +345,17 @@ class StepCost:
             if policy.redo_share > 0:  # all that backward did beside its own work, and then once more beside forward
                 again = _phase_secs(_together(p.backward, p.spill), machine)
                 again += _phase_secs(_together(p.forward, p.optimizer), machine) + p.tail_secs
-            rest = (1 - policy.redo_share) * usual
-            return forward, backward, forward + backward + rest + policy.redo_share * max(usual, again), spent
+            return others + (1 - policy.redo_share) * usual + policy.redo_share * max(usual, again), spent
         if policy.updates is Updates.FORWARD:
             beside_forward, beside_backward = _deferred(machine, place, p)
-            backward += secs(1, p.backward, p.spill, beside_backward)
-            turn = secs(1, p.forward, beside_forward)
-            return forward, backward, forward + backward + turn + p.tail_secs, spent
-        forward += secs(1, p.forward)
+            turn = secs(1, p.backward, p.spill, beside_backward) + secs(1, p.forward, beside_forward)
+            return others + turn + p.tail_secs, spent
+        forward = secs(1, p.forward)
         if policy.updates is Updates.BACKWARD:
-            backward += secs(1, p.backward, p.optimizer)
-            tail = p.tail_secs
+            rest = secs(1, p.backward, p.optimizer) + p.tail_secs
         else:
-            backward += secs(1, p.backward, p.spill)
-            tail = secs(1, p.optimizer)
-        return forward, backward, forward + backward + tail + machine.thread.between, spent
+            rest = secs(1, p.backward, p.spill) + secs(1, p.optimizer)
+        return others + forward + rest + machine.thread.between, spent
 
     def _beside_both(self, p: _Phases, place: Placement) -> tuple[float, list[tuple[_Lanes, float]]]:
         """From a last backward's begin to the end of the next step's first forward. Updates run beside both, wherever

@@ -204,10 +204,10 @@ def attach_auto(
 ) -> AutoActivations | None:
     """What decides for mode "auto" after the first steps; None for any other mode."""
     config = given.activation.config
-    if session is None or config.activations.mode != "auto":
+    if session is None or session.swapper is None or config.activations.mode != "auto":
         return None
-    budget_bytes = device_budget(config, given.device)
-    return AutoActivations(session, given.device, budget_bytes, loss_bytes_each(module), _planned(config))
+    budget_bytes, loss_each = device_budget(config, given.device), loss_bytes_each(module)
+    return AutoActivations(session, session.swapper, given.device, budget_bytes, loss_each, _planned(config))
 
 
 def _build_tier(given: ActivationInput) -> SwapTier | None:

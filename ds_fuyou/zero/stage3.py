@@ -140,7 +140,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self.dtype,
             self.gradient_accumulation_dtype,
             self.gradient_accumulation_steps,
-            rank_device(pin_memory=activation.absorbed.pin_memory),
+            rank_device(pin_memory=activation.pin_memory),
             reused_numel(self.parameter_offload),
             staying_numel(self.parameter_offload.get_param_coordinator()),
         )

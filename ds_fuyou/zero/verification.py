@@ -23,11 +23,11 @@ import torch
 
 from ds_fuyou.ds_json import Activation
 from ds_fuyou.optimizer.rules import optimizer_kind
+from ds_fuyou.plugin import VERIFY_VARIABLE
 from ds_fuyou.state_layout import FP32
 from ds_fuyou.zero.stock import is_ours
 
 __all__ = [
-    "ENVIRONMENT",
     "STORAGE",
     "Verification",
     "apart",
@@ -37,7 +37,6 @@ __all__ = [
     "rewrite_to_stock",
 ]
 
-ENVIRONMENT = "DS_FUYOU_VERIFY"
 STORAGE = "storage"
 """First part of the names of files that say where recorded processes have state."""
 _SAMPLED = 64  # values of a tensor, about
@@ -53,11 +52,11 @@ class Verification:
 
     @classmethod
     def from_environment(cls) -> Verification | None:
-        text = os.environ.get(ENVIRONMENT)
+        text = os.environ.get(VERIFY_VARIABLE)
         return cls(**json.loads(text)) if text else None
 
     def to_environment(self) -> dict[str, str]:
-        return {ENVIRONMENT: json.dumps(asdict(self))}
+        return {VERIFY_VARIABLE: json.dumps(asdict(self))}
 
 
 def rewrite_to_stock(ds_config: Any) -> None:

@@ -29,7 +29,7 @@ class RecordedAuto(AutoActivations):
     """Told by a clock of the model what its first forward made, as in a run."""
 
     def __init__(self, swapped: Attached, device: Device, budget_bytes: int, planned: Any = None) -> None:
-        super().__init__(swapped.session, device, budget_bytes, 0, planned)
+        super().__init__(swapped.session, swapped.swapper, device, budget_bytes, 0, planned)
         self._swapped, self._clock = swapped, StepClock(swapped.model, HostClock(), device)
         self._record_next()
 

@@ -69,7 +69,7 @@ def test_the_peak_is_that_of_the_measured_step(budget: int | str, tmp_path: Path
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
         device.hold(700 * MIB)  # building the model, say
         budget_bytes = device_budget(FuyouConfig.model_validate({"gpu_budget_bytes": budget}), device)
-        auto = AutoActivations(swapped.session, device, budget_bytes, 0, None)
+        auto = AutoActivations(swapped.session, swapped.swapper, device, budget_bytes, 0, None)
         swapped.swapper.fates = None  # what was kept is told by test_first_forward.py
         device.hold(600 * MIB)
         device.hold(100 * MIB)
@@ -100,7 +100,7 @@ def test_what_the_loss_needs_is_told_from_what_blocks_do(tmp_path: Path) -> None
     device = CountedDevice()
     model = Plain().train()
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
-        auto = AutoActivations(swapped.session, device, 800 * MIB, 0, None)
+        auto = AutoActivations(swapped.session, swapped.swapper, device, 800 * MIB, 0, None)
         told: list[int] = []
 
         def in_backward(grad: torch.Tensor) -> None:

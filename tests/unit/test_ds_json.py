@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ds_fuyou.ds_json import (
-    Absorbed,
+    Activation,
     activation_of,
     activation_scope,
     current_activation,
@@ -17,10 +17,10 @@ from ds_fuyou.ds_json import (
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError
 
 
-def absorb(fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any) -> Absorbed:
+def absorb(fuyou: dict[str, Any] | None = None, zero: dict[str, Any] | None = None, **top_level: Any) -> Activation:
     activation = load_activation({"zero_optimization": {"stage": 3, **(zero or {})}, "fuyou": fuyou or {}, **top_level})
     assert activation is not None
-    return activation.absorbed
+    return activation
 
 
 def test_an_infinity_configuration_needs_only_the_block() -> None:

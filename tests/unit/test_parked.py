@@ -77,7 +77,7 @@ def test_what_reads_parked_values_keeps_all_paths_busy(
 
     def infer() -> object:
         config = SimpleNamespace(trace=None, io=SimpleNamespace(engine="threads"))
-        activation = SimpleNamespace(config=config, absorbed=SimpleNamespace(pin_memory=False))
+        activation = SimpleNamespace(config=config, pin_memory=False)
         partition = SimpleNamespace(store=None, source=values, num_bytes=values.num_bytes)
         found = {
             "IoLane": start,

@@ -22,7 +22,7 @@ def test_a_block_is_there_exactly_when_the_name_says_so(file) -> None:
     activation = load_activation(json.loads(file.read_text()))
     assert (activation is not None) == ("fuyou" in file.stem)
     if activation is not None:
-        assert activation.absorbed.ignored == ()
+        assert activation.ignored == ()
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

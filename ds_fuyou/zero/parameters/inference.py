@@ -79,7 +79,7 @@ class InferenceReads:
         self._is_asleep = self.is_destroyed = False
         self.bound: Callable[[ParameterStore], None] = _no_bound
         """What a store that serves the engine calls for."""
-        self._device = rank_device(pin_memory=activation.absorbed.pin_memory)
+        self._device = rank_device(pin_memory=activation.pin_memory)
         self._locks = PageLocks(self._device)
         weakref.finalize(self, _unlock, self._device, self._locks).atexit = False
         self.pinned: set[int] = set()
@@ -298,7 +298,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
     without_prefetch_to_host(coordinator)
     coordinator.reset_step, offload.destroy = reset_step, destroy
-    ahead = run_ahead(rank_device(pin_memory=activation.absorbed.pin_memory))
+    ahead = run_ahead(rank_device(pin_memory=activation.pin_memory))
     if ahead is not None:
         watch_releases(coordinator, ahead.let_go)
     else:

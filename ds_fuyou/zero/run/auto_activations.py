@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -32,6 +31,7 @@ from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.named_outputs import planned_choice, require_blocks
 from ds_fuyou.activations.policy import BlockFate
 from ds_fuyou.activations.session import ActivationSession
+from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.profile import BlockCost, MeasuredActivations, OperatorCost, scaled_blocks
@@ -61,6 +61,7 @@ class AutoActivations:
     def __init__(
         self,
         session: ActivationSession,
+        swapper: Swapper,
         device: Device,
         budget_bytes: int,
         loss_bytes_each: int,
@@ -68,11 +69,11 @@ class AutoActivations:
     ) -> None:
         if planned is not None:
             require_blocks(planned, len(session.blocks))
-        self._session = session
+        self._session, self._swapper = session, swapper
         self._device = device
         self._budget_bytes, self._loss_bytes_each = budget_bytes, loss_bytes_each
         self._planned = planned
-        self._peaks = DevicePeaks(device, session.swapper)
+        self._peaks = DevicePeaks(device, swapper)
         self._lengths: list[int] = []  # of the measured step's micro-batches, in tokens
         self._fixed_bytes = math.inf  # of the device when their forwards begin, but for activations
         self._begin()
@@ -91,19 +92,15 @@ class AutoActivations:
         self._given_up_bytes, self._num_retries, self._is_between = 0.0, 0, True
         self._num_steps = 0
         self._at = self._look_anew()
-        swapper = self._session.swapper
         self.blocks: tuple[BlockCost, ...] = ()
         """What the first forward made, block by block; once it has decided, a mean one of the measured step."""
         self._recorded_tokens = 0
         self._once: dict[str, str] = {}
-        if swapper is not None:
-            swapper.fates, swapper.keeps_what_storage_refuses, swapper.keeps_all = {}, True, False
+        self._swapper.fates, self._swapper.keeps_what_storage_refuses, self._swapper.keeps_all = {}, True, False
 
     def _forward_begins(self, inputs: Any) -> None:
         """Says what room it has. Notes how long batches of the measured step are, and makes room for longer ones."""
-        swapper, usual, saved = self._session.swapper, self.measured, self._decided_by
-        if swapper is None:
-            return
+        swapper, usual, saved = self._swapper, self.measured, self._decided_by
         tokens = tokens_in(inputs)
         if not (self.blocks or self._recorded_tokens):
             self._recorded_tokens = tokens
@@ -141,8 +138,7 @@ class AutoActivations:
 
     def _look(self) -> dict[str, float]:
         """Counters since the start."""
-        swapper = self._session.swapper
-        saved = swapper.saved_bytes if swapper is not None else Counter[str]()
+        saved = self._swapper.saved_bytes
         return {
             "saved": float(saved.total()),
             "outside": float(saved[""]),
@@ -169,8 +165,7 @@ class AutoActivations:
             return
         choice = None if self._planned is None else of_rank_0(self._by_plan(self._planned))
         if choice is not None:
-            if self._session.swapper is not None:
-                self._session.swapper.keeps_all = True
+            self._swapper.keeps_all = True
             self._decide(choice, when)
         self._at = self._look_anew()
 
@@ -297,7 +292,7 @@ class AutoActivations:
 
     def _saved_step(self, measured: MeasuredActivations) -> SavedStep:
         """With the room that every rank has now. A collective."""
-        tier = self._session.tier
+        tier = self._swapper.tier
         host_bytes = stored_bytes = 0.0
         if tier is not None:
             home = tier.storage

@@ -27,7 +27,7 @@ class _Peak:
 class DevicePeaks:
     """Of the steps since :meth:`begin`. Peaks of the device are begun anew wherever one of both parts begins."""
 
-    def __init__(self, device: Device, swapper: Swapper | None) -> None:
+    def __init__(self, device: Device, swapper: Swapper) -> None:
         self._device, self._swapper = device, swapper
         self._peaks: list[_Peak] = []
         self.loss_bytes: float | None = None
@@ -41,29 +41,25 @@ class DevicePeaks:
 
     def _mark(self) -> None:
         self._device.reset_peak()
-        if self._swapper is not None:
-            self._swapper.held.mark()
-            self._swapper.kept.mark()
+        self._swapper.held.mark()
+        self._swapper.kept.mark()
 
     def forward_begins(self) -> None:
         """The last backward has ended, if there was one."""
-        if self._swapper is not None:
-            self.end()
-            self._mark()
-            self._swapper.blocks_begin = self._blocks_begin
+        self.end()
+        self._mark()
+        self._swapper.blocks_begin = self._blocks_begin
 
     def _blocks_begin(self) -> None:
-        held = self._swapper.held.now if self._swapper is not None else 0
-        self.loss_bytes = max(self.loss_bytes or 0.0, float(self._device.peak_bytes() - held))
+        beside = self._device.peak_bytes() - self._swapper.held.now
+        self.loss_bytes = max(self.loss_bytes or 0.0, float(beside))
         self._mark()
 
     def end(self) -> None:
         """The step ends, or another forward begins."""
-        swapper = self._swapper
-        held, kept = (swapper.held.peak_since_mark, swapper.kept.peak_since_mark) if swapper is not None else (0, 0)
+        held, kept = self._swapper.held.peak_since_mark, self._swapper.kept.peak_since_mark
         self._peaks.append(_Peak(self._device.peak_bytes(), kept, max(0, held - kept)))
-        if swapper is not None:
-            swapper.blocks_begin = None
+        self._swapper.blocks_begin = None
 
     def beside_bytes(self, block_bytes: float) -> float:
         """While backward was in the blocks. Part of a peak are what was kept, and at most the tensors of the blocks
