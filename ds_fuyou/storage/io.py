@@ -18,6 +18,7 @@ from ds_fuyou.errors import FuyouChecksumError, FuyouStorageError
 from ds_fuyou.host.memory import HostPool
 from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.host.waiting import wait_reporting, wait_through
+from ds_fuyou.log import log_once
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.layout import queue_depth
 from ds_fuyou.storage.store import Extent
@@ -108,6 +109,9 @@ class IoLane:
                 num_threads=settings.num_threads,
                 num_rings=settings.num_rings,
             )
+        if settings.engine == "auto" and self.engine.backend == core.IoBackend.THREADS:
+            reason = self.engine.backend_reason
+            log_once(logging.INFO, f"a pool of threads reads and writes, for io_uring is not to be had: {reason}")
         self._core = core
         self._path_of = path_of
         self._is_shared = False  # another lane's engine

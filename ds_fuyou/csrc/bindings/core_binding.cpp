@@ -298,6 +298,7 @@ void bind_io(py::module_& m)
         .def("clear_faults", &IoEngine::clear_faults)
         .def("stats", &IoEngine::stats)
         .def_property_readonly("backend", &IoEngine::backend)
+        .def_property_readonly("backend_reason", &IoEngine::backend_reason)
         .def_property_readonly("num_in_flight", &IoEngine::num_in_flight)
         .def("close", py::overload_cast<double>(&IoEngine::close), py::arg("timeout_secs"),
              NoGil());
