@@ -481,6 +481,26 @@ TEST(pipeline_spares_nothing_that_was_dropped)
     world.staging->release(all);
 }
 
+// Its write ends when the next step is published already: the forward that would take it is over.
+TEST(pipeline_spares_nothing_that_is_written_after_the_next_publication)
+{
+    World world({.state = Place::kDram, .params = Place::kStorage, .num_chunks = 1});
+    world.pipeline->publish(1);
+    hold_writes(world);
+    world.enqueue_all(1);
+    CHECK(world.pipeline->wait_updated(0, 1, kPatienceSecs));
+    world.pipeline->publish(2);
+    world.enqueue_all(2);
+    world.engine->clear_faults();
+    world.finish(1);
+    world.finish(2);
+    CHECK(copied_param(world, 0) == kHalfMinusTwo);  // taken
+    const std::uint64_t num_bytes = world.staging->capacity_bytes();
+    char* const all = world.staging->try_allocate_beside_wanted(num_bytes);
+    CHECK(all != nullptr);
+    if (all != nullptr) world.staging->release(all);
+}
+
 // A split state comes to memory. Of P16, which stays on storage, a copy is under way when its write
 // ends: the state is in the begin of its staging memory.
 TEST(pipeline_leaves_no_state_that_has_moved)

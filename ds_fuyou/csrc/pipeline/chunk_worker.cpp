@@ -582,9 +582,10 @@ void ChunkPipeline::release_staging_locked(Job& job, bool leaves)
     if (job.staging == nullptr || job.num_copies > 0) return;  // the last copy releases it
     Chunk& chunk = chunks_[job.update.chunk];
     if (leaves && job.makes_param_alone) {
-        const bool is_wanted = !job.is_taken && job.num_puts == chunk.num_puts;
+        const bool is_past = job.generation() < published_;  // the forward that would take it
+        const bool is_wanted = !job.is_taken && !is_past && job.num_puts == chunk.num_puts;
         const auto block = staging_->leave(job.staging, chunk.param_bytes(), is_wanted);
-        job.written = Written{block, job.generation(), job.num_puts, job.is_taken};
+        job.written = Written{block, job.generation(), job.num_puts, !is_wanted};
     } else {
         staging_->release(job.staging);
     }
