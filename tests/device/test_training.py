@@ -40,6 +40,7 @@ from ds_fuyou.planner.watch import LASTING, Cause
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.device import rank_device
+from ds_fuyou.zero.parameters.gather_handles import copying_stream
 from ds_fuyou.zero.run.run_moves import RunMoves
 from ds_fuyou.zero.run.run_plan import RunPlan
 from tests.device import faults
@@ -623,7 +624,7 @@ def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tm
     side = torch.standin.Stream()
     torch.standin.synchronize()
     faults.leave_out(fault)
-    with torch.standin.held(side):
+    with torch.standin.held(copying_stream()):
         with torch.standin.stream(side):
             handle = param.all_gather_coalesced([param])
         handle.wait()
@@ -633,6 +634,36 @@ def test_who_waits_for_a_gather_of_another_stream_gets_its_values(fault: str, tm
     torch.standin.synchronize()
     assert torch.equal(seen.cpu(), expected) == (not fault)
     param.partition()
+    engine.destroy()
+
+
+def test_a_module_waits_for_no_gather_of_a_later_one(tmp_path: Path) -> None:
+    """As DeepSpeed's coordinator does it: gathers on one stream, for which the computing one waits at every module."""
+    engine = make_engine(tmp_path / "swap", "states", "none")
+    now, later = engine.module.blocks[0].up.weight, engine.module.blocks[0].down.weight
+    expected = [param.ds_tensor.data.clone() for param in (now, later)]
+    gathering = torch.standin.Stream()
+    with torch.standin.stream(gathering):
+        handle = now.all_gather_coalesced([now])
+    torch.standin.synchronize()
+    with torch.standin.held(copying_stream()):
+        with torch.standin.stream(gathering):
+            later_handle = later.all_gather_coalesced([later])
+            handle.wait()
+        torch.standin.current_stream().wait_stream(gathering)
+        seen = now.data.view(-1).clone()
+        is_computed, until = rank_device().record_event(), time.monotonic() + 100
+        while not is_computed.query() and time.monotonic() < until:
+            time.sleep(0.001)
+        assert is_computed.query()
+        assert not later_handle._copied.query()
+    with torch.standin.stream(gathering):
+        later_handle.wait()
+    torch.standin.current_stream().wait_stream(gathering)
+    assert torch.equal(seen.cpu(), expected[0])
+    assert torch.equal(later.data.view(-1).cpu(), expected[1])
+    for param in (now, later):
+        param.partition()
     engine.destroy()
 
 

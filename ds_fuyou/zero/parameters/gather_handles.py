@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers that do not stop the host.
+"""Gathers that do not stop the host, nor a module for the sake of a later one.
+
+At every module the computing stream waits for all that the coordinator's gathering stream was given. Stock launches
+gathers there, those of later modules, too. Here partitions are copied to the device, and collectives begin, on a stream
+of their own. Behind them comes who waits for a handle: the gathering stream when a module needs what is gathered, or
+the computing stream itself. So of what was gathered ahead a module waits for its own.
 
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
-too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
-gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
-itself. Host memory that was read for such a copy is given up after the same event, if it is not kept for a later use.
+too. Here an event follows the copies. Host memory that was read for them is given up after the same event, if it is not
+kept for a later use.
 
 On several ranks stock waits for each partition's copy to the device, which lies on the gathering stream behind the
-collective before it, so behind the other ranks. Here partitions are copied on a stream of their own, and are on their
-way when stock asks for them; the gathering stream comes after them. Their memory there goes when the gather was waited
-for, behind the stream that waited: until then the collective may read it.
+collective before it, so behind the other ranks. Here partitions are on their way when stock asks for them. Their memory
+there goes when the gather was waited for, behind the stream that waited: until then the collective may read it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +31,7 @@ from torch.nn import Parameter
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.parameters.param_swapper import swaps_here
 
-__all__ = ["copied_ahead", "event_ordered"]
+__all__ = ["copied_ahead", "copying_stream", "event_ordered"]
 
 
 def event_ordered(original: type) -> Callable[[Any], Any]:
@@ -36,10 +39,11 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
 
     class EventOrderedHandle(original):
         def __init__(self, params: Any) -> None:
-            super().__init__(params)
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
             device = rank_device()
-            self._copied = None if device.is_host else device.record_event()
+            with nullcontext() if device.is_host else device.stream(copying_stream()):
+                super().__init__(params)
+                self._copied = None if device.is_host else device.record_event()
             if self._copied is not None:
                 for param in self._params:
                     param.nvme_swapper.copied(param, self._copied)
@@ -127,32 +131,29 @@ class _Gather:
 
 
 @functools.cache
-def _copying_stream() -> Any:
-    """Of this process's device: it has one."""
+def copying_stream() -> Any:
+    """Of this process's device: it has one. What is gathered is copied, and allocated, there."""
     return rank_device().new_stream()
 
 
 @contextmanager
 def _on_the_device(params: list[Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Inside, partitions are shown on the device, where they are by the time that work of the current stream runs.
-    Where a gather raises, nobody uses the copies, and host memory is as it was.
+    """Inside, the copying stream is the current one, and partitions are shown on the device, where they are by the time
+    that its work runs. Where a gather raises, nobody uses the copies, and host memory is as it was.
     """
     device = rank_device()
-    gathering, copying = device.current_stream(), _copying_stream()
     partitions = [param.ds_tensor for param in params]
     copies: list[torch.Tensor] = []
     try:
-        with device.stream(copying):
+        with device.stream(copying_stream()):
             for partition in partitions:
                 copy = partition.data.to(device.torch_device, non_blocking=True)
                 copy.__dict__.update(partition.__dict__)  # what DeepSpeed notes of a partition
                 copies.append(copy)
             copied = device.record_event()
-        gathering.wait_event(copied)
-        for param, copy in zip(params, copies, strict=True):
-            copy.record_stream(gathering)
-            param.ds_tensor = copy
-        yield copies
+            for param, copy in zip(params, copies, strict=True):
+                param.ds_tensor = copy
+            yield copies
     finally:
         for param, partition in zip(params, partitions, strict=True):
             param.ds_tensor = partition
