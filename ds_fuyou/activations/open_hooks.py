@@ -100,6 +100,10 @@ def aside_for_transforms() -> Iterator[None]:
         _steps_aside.end(top[0])
 
 
+_over: list[OpenHooks] = []
+"""Closed below others, which are still open."""
+
+
 class OpenHooks:
     """``pack`` and ``unpack`` applied from :meth:`open` to :meth:`close`, both idempotent. A transform of
     ``torch.func`` that has begun allows no hooks, so inside of one they do not open.
@@ -111,6 +115,8 @@ class OpenHooks:
         self._is_lowest = False
 
     def open(self) -> None:
+        if self in _over:
+            _over.remove(self)
         if self._hooks is None and torch._C._autograd._saved_tensors_hooks_is_enabled():
             self._is_lowest = _top() is None
             self._hooks = torch.autograd.graph.saved_tensors_hooks(*self._pair)
@@ -128,14 +134,21 @@ class OpenHooks:
 
     def close(self) -> None:
         """At the end of the bracket that :meth:`open` began: these are on top, or have been open below the script's
-        own since an earlier one.
+        own since an earlier one, or lie below another engine's over the same model, which end after these.
         """
         if _ASK is not None and not self._is_on_top():
+            if self._hooks is not None and self not in _over:
+                _over.append(self)
             return
+        if self in _over:
+            _over.remove(self)
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
             _steps_aside.end(self._pair[0])
+            below = next((each for each in tuple(_over) if each._is_on_top()), None)
+            if below is not None:
+                below.close()
 
     def close_if_on_top(self) -> None:
         """At any other time."""

@@ -9,6 +9,8 @@ devices of which it sees a tensor among the arguments: it does not look into obj
 - attributes of the block's modules, ``training`` among them, and what their lists, dictionaries and sets hold. Not what
   changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``). Streams
   and events that the forward made stay: a second one would give memory that the first one's tensors still read;
+- hooks on forwards of the modules inside of the block: some are there for one forward of the model alone, as those by
+  which PEFT hands task numbers to its layers;
 - random numbers of Python, of NumPy, of the device, and of generators that are attributes or arguments, if the forward
   drew any;
 - the default dtype, and which kernels attention may use, in which order;
@@ -37,6 +39,13 @@ _OF_DEEPSPEED = frozenset(
 )
 _NOT_RESTORED = (frozenset(vars(nn.Module())) | _OF_DEEPSPEED | {"forward"}) - {"training", "_buffers"}
 """DeepSpeed's hooks count calls in theirs, those of a recomputation as well."""
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 _GATHERS_WHAT_IS_READ = "_in_forward"  # DeepSpeed's name, of the dictionary of a module's parameters
 
 _OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
@@ -47,6 +56,11 @@ def _state_of(part: nn.Module) -> dict[str, Any]:
     """The attributes that are restored."""
     held = vars(part)
     return {name: held[name] for name in held.keys() - _NOT_RESTORED if not name.startswith("ds_")}
+
+
+def _hooks_of(part: nn.Module) -> Iterator[dict[int, Any]]:
+    held = vars(part)
+    return (held[name] for name in _HOOKS if name in held)
 
 
 def _tensor_as_it_is(value: Any) -> Any:
@@ -143,6 +157,7 @@ class Surroundings:
         self._attributes = [
             (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
         ]
+        self._hooks = [(hooks, tuple(hooks.items())) for part in parts for hooks in _hooks_of(part)]
         self._gathering = [
             part._parameters for part in parts if getattr(part._parameters, _GATHERS_WHAT_IS_READ, False)
         ]
@@ -154,6 +169,18 @@ class Surroundings:
     def forward_ended(self) -> None:
         """Random numbers that it did not draw are nothing to restore: somebody else may be drawing them."""
         self._random = [(source, state) for source, state in self._random if not are_same(state, source.read())]
+
+    @contextmanager
+    def _has_hooks(self) -> Iterator[None]:
+        """In the same dictionaries: handles know these."""
+        others = [(hooks, then, now) for hooks, then in self._hooks if (now := tuple(hooks.items())) != then]
+        for hooks, then, _ in others:
+            _fill(hooks, then)
+        try:
+            yield
+        finally:
+            for hooks, _, now in others:
+                _fill(hooks, now)
 
     @contextmanager
     def _gathers(self) -> Iterator[None]:
@@ -181,7 +208,7 @@ class Surroundings:
             for source, state in self._random:
                 source.write(state)
             _set_flags(self._flags, flags)
-            with self._gathers():
+            with self._has_hooks(), self._gathers():
                 yield
         finally:
             _set_flags(flags, self._flags)

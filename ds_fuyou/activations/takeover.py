@@ -9,7 +9,8 @@ input, or under autocast of a weight, is summed in another order.)
 
 ``torch.utils.checkpoint.checkpoint`` looks up what does its work by name in its module at every call, so replacing two
 names there reaches every caller, however it imported the function. They are replaced while a swapped forward runs, for
-the thread that runs it, and are torch's own at any other time.
+the thread that runs it, and are torch's own at any other time. Forwards of several engines over one model, or in
+several threads, begin and end in any order: who stands for a name is one for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -29,39 +29,63 @@ from ds_fuyou.log import log_once
 __all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint"]
 
 
-@dataclass(frozen=True)
 class TakeoverPoint:
     """A name that a checkpoint function looks up in its module at every call, and what to call a region by instead.
 
-    ``replace`` gets the takeover and the original.
+    ``replace`` gets the point and the original, for which it stands while anybody takes checkpoints over.
     """
 
-    module: ModuleType
-    name: str
-    replace: Callable[[CheckpointTakeover, Any], Any]
+    def __init__(self, module: ModuleType, name: str, replace: Callable[[TakeoverPoint, Any], Any]) -> None:
+        self.module, self.name = module, name
+        self._replace = replace
+        self._owners: list[CheckpointTakeover] = []
+        self._original: Any = None
+        self._instead: Any = None
+        self._lock = threading.Lock()
+
+    def begin(self, owner: CheckpointTakeover) -> None:
+        with self._lock:
+            if not self._owners and getattr(self.module, self.name) is not self._instead:
+                self._original = getattr(self.module, self.name)
+                self._instead = self._replace(self, self._original)
+                setattr(self.module, self.name, self._instead)
+            self._owners.append(owner)
+
+    def end(self, owner: CheckpointTakeover) -> None:
+        """Of an owner that began. Where somebody has replaced the name meanwhile, theirs stays; ours passes on."""
+        with self._lock:
+            self._owners.remove(owner)
+            if not self._owners and getattr(self.module, self.name) is self._instead:
+                setattr(self.module, self.name, self._original)
+                self._original = self._instead = None
+
+    def takes_over(self) -> bool:
+        """Whether a checkpoint that begins now, in this thread, is taken over; says so once."""
+        owner = next((owner for owner in tuple(self._owners) if owner.is_mine()), None)
+        if owner is not None:
+            owner.told()
+        return owner is not None
 
 
 class _DirectFunction:
     """Stands for the autograd function of a re-entrant checkpoint."""
 
-    def __init__(self, owner: CheckpointTakeover, original: Any) -> None:
-        self._owner, self._original = owner, original
+    def __init__(self, point: TakeoverPoint, original: Any) -> None:
+        self._point, self._original = point, original
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: Any, *args: Any) -> Any:
-        if not self._owner.is_mine():
+        if not self._point.takes_over():
             return self._original.apply(function, preserve_rng_state, *args)
-        self._owner.told()
         return function(*args)
 
 
-def _direct_generator(owner: CheckpointTakeover, original: Any) -> Callable[..., Generator[None, None, None]]:
+def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Generator[None, None, None]]:
     """Stands for what brackets the region of a non-re-entrant checkpoint."""
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        if not owner.is_mine():
+        if not point.takes_over():
             yield from original(*args, **kwargs)
             return
-        owner.told()
         yield
 
     return generator
@@ -80,6 +104,15 @@ TORCH_POINTS = (
 )
 
 
+class _Here(threading.local):
+    """Of each thread: whether checkpoints that begin now are left alone, whoever else would take them over."""
+
+    leaves_alone = False
+
+
+_here = _Here()
+
+
 class CheckpointTakeover:
     """:meth:`begin` and :meth:`end` around a swapped forward; both in the same thread. Idempotent.
 
@@ -89,51 +122,48 @@ class CheckpointTakeover:
     def __init__(self, instead: str, points: Sequence[TakeoverPoint] = TORCH_POINTS) -> None:
         self._instead = instead
         self._points = tuple(points)
-        self._originals: list[tuple[TakeoverPoint, Any]] = []
+        self._has_begun = False
         self._thread = 0
-        self._suspended = False
 
     def begin(self) -> None:
-        if self._originals:
+        if self._has_begun:
             return
-        self._thread = threading.get_ident()
+        self._has_begun, self._thread = True, threading.get_ident()
         for point in self._points:
-            original = getattr(point.module, point.name)
-            self._originals.append((point, original))
-            setattr(point.module, point.name, point.replace(self, original))
+            point.begin(self)
 
     def end(self) -> None:
-        originals, self._originals = self._originals, []
-        for point, original in originals:
-            setattr(point.module, point.name, original)
+        if not self._has_begun:
+            return
+        self._has_begun = False
+        for point in self._points:
+            point.end(self)
 
     def is_mine(self) -> bool:
-        """Whether a checkpoint that begins now is taken over. Two that end in another order than they began in, in two
-        threads, leave one's names in torch's module for good: then it is asked when it has nothing to say any more.
-        """
-        return bool(self._originals) and threading.get_ident() == self._thread and not self._suspended
+        """Whether a checkpoint that begins now is taken over."""
+        return self._has_begun and threading.get_ident() == self._thread and not _here.leaves_alone
 
     @contextmanager
     def region(self) -> Iterator[None]:
         """Checkpoints that begin inside, in this thread, are taken over, in forward and in backward alike."""
-        begun, thread, suspended = bool(self._originals), self._thread, self._suspended
+        begun, thread, leaves_alone = self._has_begun, self._thread, _here.leaves_alone
         self.begin()
-        self._thread, self._suspended = threading.get_ident(), False
+        self._thread, _here.leaves_alone = threading.get_ident(), False
         try:
             yield
         finally:
-            self._thread, self._suspended = thread, suspended
+            self._thread, _here.leaves_alone = thread, leaves_alone
             if not begun:
                 self.end()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Checkpoints that begin inside are left alone."""
-        before, self._suspended = self._suspended, True
+        """Checkpoints that begin inside, in this thread, are left alone."""
+        before, _here.leaves_alone = _here.leaves_alone, True
         try:
             yield
         finally:
-            self._suspended = before
+            _here.leaves_alone = before
 
     def told(self) -> None:
         log_once(

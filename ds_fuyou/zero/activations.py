@@ -20,7 +20,7 @@ from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
-from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
+from ds_fuyou.activations.takeover import TORCH_POINTS, TakeoverPoint
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
@@ -52,13 +52,12 @@ __all__ = [
 class _DirectDeepSpeedFunction:
     """Stands for the autograd function of ``deepspeed.checkpointing.checkpoint``, which collects outputs in a list."""
 
-    def __init__(self, owner: CheckpointTakeover, original: Any) -> None:
-        self._owner, self._original = owner, original
+    def __init__(self, point: TakeoverPoint, original: Any) -> None:
+        self._point, self._original = point, original
 
     def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        if not self._owner.is_mine():
+        if not self._point.takes_over():
             return self._original.apply(function, all_outputs, *args)
-        self._owner.told()
         outputs = function(*args)
         all_outputs += [outputs] if torch.is_tensor(outputs) else outputs
         return outputs

@@ -158,6 +158,56 @@ def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path
             assert state(model) == then
 
 
+class Hooked(Model):
+    """Its hooks are there for one forward, as PEFT's are that hand something to layers; one removes itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handles = []
+        for block in self.blocks:
+            handles.append(block.up.register_forward_pre_hook(lambda module, args: (2 * args[0],)))
+            handles.append(block.down.register_forward_hook(lambda module, args, out: out.tanh(), always_call=True))
+            handles.append(
+                block.down.register_forward_hook(lambda module, args, named, out: out.exp(), with_kwargs=True)
+            )
+            self._once(block.up)
+        try:
+            return super().forward(x)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _once(self, module: nn.Module) -> None:
+        def hook(module: nn.Module, args: Any, named: Any) -> Any:
+            handle.remove()
+            return (args[0].sin(),), named
+
+        handle = module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def is_prepared_early(model: nn.Module) -> None:
+    """Between forward and backward come hooks for the next forward."""
+    loss = model(inputs(1))
+    handles = [block.up.register_forward_hook(lambda *_: 1 / 0) for block in model.blocks]
+    loss.backward()
+    for block, handle in zip(model.blocks, handles, strict=True):
+        assert list(block.up._forward_hooks) == [handle.id]
+        assert not block.up._forward_pre_hooks
+        assert not block.down._forward_hooks
+        handle.remove()
+
+
+@pytest.mark.parametrize("outputs", [{}, {OperatorCall("aten.gelu.default", 0): Fate.SWAP}], ids=["whole", "but one"])
+def test_hooks_of_a_forward_are_those_of_its_recomputation(outputs: dict, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, reference = (Hooked(lambda block, h, shared: h).train() for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, outputs) for i in range(3)} | AROUND)
+        for _ in range(2):
+            expected = gradients(reference, is_prepared_early)
+            assert all(map(torch.equal, expected, gradients(model, is_prepared_early)))
+
+
 def test_kernels_of_attention_are_tried_in_the_same_order() -> None:
     backends = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
     now = torch._C._get_sdp_priority_order()

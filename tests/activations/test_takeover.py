@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint  # bound before anything is replaced
 
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
-from tests.activations.support import PlainBlock, attached, must_agree
+from tests.activations.support import PlainBlock, attached, gradients, must_agree
 
 pytestmark = pytest.mark.compat  # it replaces names of torch's own
 
@@ -91,18 +92,37 @@ def test_a_model_that_is_checkpointed_whole_is_swapped(tmp_path: Path) -> None:
 
 def test_takeovers_may_end_in_any_order() -> None:
     first, second = CheckpointTakeover("once"), CheckpointTakeover("twice")
-    originals = [(point, getattr(point.module, point.name)) for point in TORCH_POINTS]
-    try:
+    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    for takeovers in itertools.permutations((first, second)):
         first.begin()
         second.begin()
-        first.end()
-        second.end()
-        model = Checkpointed(False).train()
-        train(model)
-        assert model.num_calls == 6, "three regions, computed twice"
-    finally:
-        for point, original in originals:
-            setattr(point.module, point.name, original)
+        for takeover in takeovers:
+            takeover.end()
+        assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+    model = Checkpointed(False).train()
+    train(model)
+    assert model.num_calls == 6, "three regions, computed twice"
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_two_sessions_over_one_model_leave_nothing_behind(is_reentrant: bool, tmp_path: Path) -> None:
+    """Two engines that train parts of it: both see its forwards, and end them in the order in which they began."""
+    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    model = Checkpointed(is_reentrant).train()
+    expected = gradients(model, train)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    with attached(model, tmp_path / "first"), attached(model, tmp_path / "second") as second:
+
+        def watched(model: nn.Module) -> None:
+            loss = model(inputs())
+            assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+            assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+            loss.backward()
+
+        for _ in range(3):
+            assert all(map(torch.equal, gradients(model, watched), expected))
+        assert second.tier.counters.out_bytes > 0
 
 
 def test_nothing_stays_replaced_after_an_exception(tmp_path: Path) -> None:
