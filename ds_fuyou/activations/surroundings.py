@@ -172,15 +172,16 @@ class Surroundings:
 
     @contextmanager
     def _has_hooks(self) -> Iterator[None]:
-        """In the same dictionaries: handles know these."""
-        others = [(hooks, then, now) for hooks, then in self._hooks if (now := tuple(hooks.items())) != then]
+        """In the same dictionaries: handles know these. What is added or removed inside is, afterwards, too."""
+        others = [(hooks, dict(then), now) for hooks, then in self._hooks if (now := tuple(hooks.items())) != then]
         for hooks, then, _ in others:
             _fill(hooks, then)
         try:
             yield
         finally:
-            for hooks, _, now in others:
-                _fill(hooks, now)
+            for hooks, then, now in others:
+                left = [(key, hook) for key, hook in now if key in hooks or key not in then]
+                _fill(hooks, [*left, *((key, hook) for key, hook in hooks.items() if key not in then)])
 
     @contextmanager
     def _gathers(self) -> Iterator[None]:

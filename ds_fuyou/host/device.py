@@ -58,6 +58,9 @@ class Device(Protocol):
 
     def current_stream(self) -> Any: ...
 
+    def computes_here(self) -> bool:
+        """Whether the current stream is the default one, on which models compute."""
+
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Work that is issued inside goes to ``stream``."""
 
@@ -119,6 +122,9 @@ class HostDevice:
 
     def new_stream(self) -> None:
         return None
+
+    def computes_here(self) -> bool:
+        return True
 
     def current_stream(self) -> None:
         return None

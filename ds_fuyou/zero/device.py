@@ -124,6 +124,9 @@ class AcceleratorDevice:
     def current_stream(self) -> Any:
         return self._accelerator.current_stream()
 
+    def computes_here(self) -> bool:
+        return bool(self._accelerator.current_stream() == self._accelerator.default_stream())
+
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._accelerator.stream(stream)
         return context

@@ -208,6 +208,27 @@ def test_hooks_of_a_forward_are_those_of_its_recomputation(outputs: dict, tmp_pa
             assert all(map(torch.equal, expected, gradients(model, is_prepared_early)))
 
 
+def test_a_hook_that_goes_or_comes_in_a_recomputation_has_gone_or_come(tmp_path: Path) -> None:
+    model = Model(lambda block, h, shared: h).train()
+    up, calls, later = model.blocks[0].up, [], []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            handle.remove()
+            later.append(up.register_forward_hook(lambda *_: None))
+
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, {}) for i in range(3)} | AROUND)
+        handle, other = up.register_forward_hook(hook), up.register_forward_hook(lambda *_: None)
+        loss = model(inputs(1))
+        other.remove()
+        loss.backward()
+        assert list(up._forward_hooks) == [later[0].id]
+        model(inputs(1)).backward()
+    assert len(calls) == 2
+
+
 def test_kernels_of_attention_are_tried_in_the_same_order() -> None:
     backends = [torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION]
     now = torch._C._get_sdp_priority_order()

@@ -94,7 +94,7 @@ def test_each_is_found(stock_run, tmp_path: Path) -> None:
 GATHERS = "zero/parameters/gather_handles.py:_on_the_device"
 
 
-@pytest.mark.parametrize("fault", ["", f"event.record at {GATHERS}"])
+@pytest.mark.parametrize("fault", ["", f"event.record at {GATHERS}", f"stream.wait_event at {GATHERS}"])
 def test_a_gather_of_several_ranks_comes_behind_the_copies_of_its_partitions(
     fault: str, stock_run, tmp_path: Path
 ) -> None:

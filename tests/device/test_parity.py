@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.device.parity import CELLS, case_of, fuyou_of, must_equal_stock
-from tests.harness.runner import differences, run_case
+from tests.harness.runner import differences, ds_config, run_case
+from tests.parity.cases import block
 
 DELAYS = (0.0005, 0.003)  # seconds, the longest
 IDS = ["-".join([name, tiers, activations]) for name, tiers, _, _, _, activations, _ in CELLS]
@@ -71,3 +72,14 @@ def test_what_stays_between_micro_batches_changes_no_bit(number: int, stock_run,
     device = {"seed": number, "delay_secs": 0.002}
     fuyou = fuyou_of(tmp_path / "swap", tiers, "auto", "backward_and_forward", 2, activations)
     must_equal_stock(case, fuyou, device, stock_run, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gathers_where_the_model_computes(ranks: int, stock_run, tmp_path: Path) -> None:
+    """DeepSpeed lets the memory of leaf modules go in the order of the stream that gathers, which then is that one."""
+    zero = {"overlap_comm": False, "stage3_module_granularity_threshold": 6000, "stage3_param_persistence_threshold": 0}
+    zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
+    config = ds_config(bf16=None, gradient_clipping=1.0, zero_optimization=zero)
+    case = {"steps": 3, "model": {"experts": True}, "groups": "one", "config": config, "world_size": ranks}
+    fuyou = block(str(tmp_path / "swap"), "states", "speculate")
+    must_equal_stock(case, fuyou, {"seed": 1, "delay_secs": 0.003}, stock_run, tmp_path)

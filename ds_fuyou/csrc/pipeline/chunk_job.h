@@ -43,7 +43,7 @@ struct ChunkPipeline::Written {
     AlignedPool::Left block;
     std::int64_t generation = 0;
     std::uint64_t num_puts = 0;  // the chunk's, when the update was admitted
-    bool is_taken = false;       // it was copied to the end
+    bool is_taken = false;       // it was copied to the end, or no forward will
 };
 
 // What a copier still has to do with a chunk's kept state.

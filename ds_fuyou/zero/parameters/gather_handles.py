@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers that do not stop the host, nor a module for the sake of a later one.
 
-At every module the computing stream waits for all that the coordinator's gathering stream was given. Stock launches
-gathers there, those of later modules, too. Here partitions are copied to the device, and collectives begin, on a stream
-of their own. Behind them comes who waits for a handle: the gathering stream when a module needs what is gathered, or
-the computing stream itself. So of what was gathered ahead a module waits for its own.
-
 Stock's handles of a gather on one rank copy the partition to the device and then synchronise the stream, in backward
-too. Here an event follows the copies. Host memory that was read for them is given up after the same event, if it is not
-kept for a later use.
+too. Here an event follows the copies, and the stream that waits for the handle comes after it: the coordinator's
+gathering stream, which the computing stream waits for and whose work in flight it bounds, or the computing stream
+itself. Host memory that was read for such a copy is given up after the same event, if it is not kept for a later use.
+
+At every module the computing stream waits for all that the gathering stream was given. Stock launches gathers there,
+those of later modules, too. Here, on one rank, copies have a stream of their own, and the gathering stream comes after
+them when a module needs one of them: so no module waits for what was gathered ahead for later ones, but for what came
+in one gather with its own. Gathers that are launched where the model computes (``overlap_comm: false``) stay there:
+DeepSpeed lets their memory go in the order of that stream alone.
 
 On several ranks stock waits for each partition's copy to the device, which lies on the gathering stream behind the
-collective before it, so behind the other ranks. Here partitions are on their way when stock asks for them. Their memory
-there goes when the gather was waited for, behind the stream that waited: until then the collective may read it.
+collective before it, so behind the other ranks. Here partitions are copied on a stream of their own, and are on their
+way when stock asks for them; the gathering stream comes after them. Their memory there goes when the gather was waited
+for, behind the stream that waited: until then the collective may read it. The rest is launched where stock launches it,
+for its buffers are let go in the order of that stream.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ def event_ordered(original: type) -> Callable[[Any], Any]:
         def __init__(self, params: Any) -> None:
             self._params = list(params) if isinstance(params, (list, tuple)) else [params]
             device = rank_device()
-            with nullcontext() if device.is_host else device.stream(copying_stream()):
+            with nullcontext() if device.computes_here() else device.stream(copying_stream()):
                 super().__init__(params)
                 self._copied = None if device.is_host else device.record_event()
             if self._copied is not None:
@@ -132,28 +136,31 @@ class _Gather:
 
 @functools.cache
 def copying_stream() -> Any:
-    """Of this process's device: it has one. What is gathered is copied, and allocated, there."""
+    """Of this process's device: it has one."""
     return rank_device().new_stream()
 
 
 @contextmanager
 def _on_the_device(params: list[Parameter]) -> Iterator[list[torch.Tensor]]:
-    """Inside, the copying stream is the current one, and partitions are shown on the device, where they are by the time
-    that its work runs. Where a gather raises, nobody uses the copies, and host memory is as it was.
+    """Inside, partitions are shown on the device, where they are by the time that work of the current stream runs.
+    Where a gather raises, nobody uses the copies, and host memory is as it was.
     """
     device = rank_device()
+    gathering, copying = device.current_stream(), copying_stream()
     partitions = [param.ds_tensor for param in params]
     copies: list[torch.Tensor] = []
     try:
-        with device.stream(copying_stream()):
+        with device.stream(copying):
             for partition in partitions:
                 copy = partition.data.to(device.torch_device, non_blocking=True)
                 copy.__dict__.update(partition.__dict__)  # what DeepSpeed notes of a partition
                 copies.append(copy)
             copied = device.record_event()
-            for param, copy in zip(params, copies, strict=True):
-                param.ds_tensor = copy
-            yield copies
+        gathering.wait_event(copied)
+        for param, copy in zip(params, copies, strict=True):
+            copy.record_stream(gathering)
+            param.ds_tensor = copy
+        yield copies
     finally:
         for param, partition in zip(params, partitions, strict=True):
             param.ds_tensor = partition
