@@ -25,7 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     every: list[dict[str, Any]] = []
     while len(every) < 4 and not (every and all(as_predicted(every[-1][name]) for name in ("storage", "some"))):
         every.append(once(tmp_path_factory.mktemp("frozen")))
-    return min(every, key=lambda each: float(each["some"]["really_read"]))
+    return min(every, key=lambda each: float(each["storage"]["really_read"] + each["some"]["really_read"]))
 
 
 def as_predicted(run: dict[str, Any]) -> bool:
