@@ -52,9 +52,11 @@ class TakeoverPoint:
             self._owners.append(owner)
 
     def end(self, owner: CheckpointTakeover) -> None:
-        """Of an owner that began. Where somebody has replaced the name meanwhile, theirs stays; ours passes on."""
+        """Where somebody has replaced the name meanwhile, theirs stays; ours passes on. Also of an owner of which an
+        interrupt cut begin or end short.
+        """
         with self._lock:
-            self._owners.remove(owner)
+            self._owners[:] = [each for each in self._owners if each is not owner]
             if not self._owners and getattr(self.module, self.name) is self._instead:
                 setattr(self.module, self.name, self._original)
                 self._original = self._instead = None
@@ -135,9 +137,9 @@ class CheckpointTakeover:
     def end(self) -> None:
         if not self._has_begun:
             return
-        self._has_begun = False
         for point in self._points:
             point.end(self)
+        self._has_begun = False
 
     def is_mine(self) -> bool:
         """Whether a checkpoint that begins now is taken over."""

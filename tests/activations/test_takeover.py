@@ -104,6 +104,27 @@ def test_takeovers_may_end_in_any_order() -> None:
     assert model.num_calls == 6, "three regions, computed twice"
 
 
+@pytest.mark.parametrize("way", ["begin", "end"])
+def test_an_interrupt_leaves_no_name_replaced(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of either; what follows a step, or closing, ends it."""
+    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    takeover = CheckpointTakeover("instead")
+
+    def interrupted(owner: CheckpointTakeover) -> None:
+        raise KeyboardInterrupt
+
+    def around_a_forward() -> None:
+        takeover.begin()
+        takeover.end()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TORCH_POINTS[1], way, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            around_a_forward()
+    takeover.end()
+    assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+
+
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_two_sessions_over_one_model_leave_nothing_behind(is_reentrant: bool, tmp_path: Path) -> None:
     """Two engines that train parts of it: both see its forwards, and end them in the order in which they began."""
