@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,11 @@ class Checkpointed(nn.Module):
 
 def inputs() -> torch.Tensor:
     return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def looked_up() -> list[Any]:
+    """What checkpoints find under the names that are taken over."""
+    return [getattr(point.module, point.name) for point in TORCH_POINTS]
 
 
 def train(model: nn.Module) -> None:
@@ -92,13 +98,13 @@ def test_a_model_that_is_checkpointed_whole_is_swapped(tmp_path: Path) -> None:
 
 def test_takeovers_may_end_in_any_order() -> None:
     first, second = CheckpointTakeover("once"), CheckpointTakeover("twice")
-    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    originals = looked_up()
     for takeovers in itertools.permutations((first, second)):
         first.begin()
         second.begin()
         for takeover in takeovers:
             takeover.end()
-        assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+        assert looked_up() == originals
     model = Checkpointed(False).train()
     train(model)
     assert model.num_calls == 6, "three regions, computed twice"
@@ -107,7 +113,7 @@ def test_takeovers_may_end_in_any_order() -> None:
 @pytest.mark.parametrize("way", ["begin", "end"])
 def test_an_interrupt_leaves_no_name_replaced(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of either; what follows a step, or closing, ends it."""
-    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    originals = looked_up()
     takeover = CheckpointTakeover("instead")
 
     def interrupted(owner: CheckpointTakeover) -> None:
@@ -122,13 +128,13 @@ def test_an_interrupt_leaves_no_name_replaced(way: str, monkeypatch: pytest.Monk
         with pytest.raises(KeyboardInterrupt):
             around_a_forward()
     takeover.end()
-    assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+    assert looked_up() == originals
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_two_sessions_over_one_model_leave_nothing_behind(is_reentrant: bool, tmp_path: Path) -> None:
     """Two engines that train parts of it: both see its forwards, and end them in the order in which they began."""
-    originals = [getattr(point.module, point.name) for point in TORCH_POINTS]
+    originals = looked_up()
     model = Checkpointed(is_reentrant).train()
     expected = gradients(model, train)
     for name in ("first", "second"):
@@ -138,7 +144,7 @@ def test_two_sessions_over_one_model_leave_nothing_behind(is_reentrant: bool, tm
         def watched(model: nn.Module) -> None:
             loss = model(inputs())
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-            assert [getattr(point.module, point.name) for point in TORCH_POINTS] == originals
+            assert looked_up() == originals
             loss.backward()
 
         for _ in range(3):
