@@ -36,6 +36,7 @@ OUTSIDE = "torchao"
 TEXTS = ("manual", "library")
 _BETAS, _EPS, _WEIGHT_DECAY, _CLIP = [0.9, 0.95], 1e-8, 0.1, 1.0
 _SMOOTH = 20  # steps that a point of the curve is the mean of
+_SHOWN = 100  # steps after which a run says, to stderr, how far it is
 _HELD_OUT = 0.1  # of the text, its end
 _BATCHES = 64  # of it
 
@@ -117,11 +118,13 @@ def trained(spec: dict[str, Any]) -> dict[str, Any]:
         starts = torch.randint(first, last - length - 1, (batch,), generator=source)
         return torch.stack([data[start : start + length + 1] for start in starts])
 
-    losses = []
-    for _ in range(steps):
+    losses: list[float] = []
+    for done in range(1, steps + 1):
         loss = loss_of(rows(0, end, generator))
         step(loss)
         losses.append(loss.item())
+        if done % _SHOWN == 0:
+            print(f"step {done} of {steps}: {statistics.fmean(losses[-_SHOWN:]):.4f}", file=sys.stderr, flush=True)
     held_out, same = [], torch.Generator().manual_seed(0)
     with torch.no_grad():
         for _ in range(_BATCHES):

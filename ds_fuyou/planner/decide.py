@@ -68,7 +68,7 @@ __all__ = ["Decision", "StepTime", "decide"]
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.02  # of the fastest: then the one that moves least
 _AS_FEW = 1.01  # of the fewest bytes: then the one with most of P16 and G16 in host memory
-_WORTH_TWICE = 1.01
+_WORTH_TWICE = 1.03  # less is not what a prediction tells, and they take memory
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
 _CLEARLY = 0.03  # of a step, and of the budget
 _WORTH_WAITING = 0.02  # of a step
@@ -320,7 +320,7 @@ class _Search:
         return min(self.found.values(), key=lambda tried: (tried.secs, tried.moved), default=None)
 
     def _best(self) -> _Tried | None:
-        """That moves least of those which are about as fast. Second versions are worth a hundredth of a step."""
+        """That moves least of those which are about as fast. Second versions are for what is clearly shorter."""
         fastest = self._fastest()
         if fastest is None:
             return None
