@@ -52,11 +52,14 @@ def as_saved_parameter(tensor: torch.Tensor, param: Any, values: torch.Tensor) -
 
 def cast_source(tensor: torch.Tensor) -> torch.nn.Parameter | None:
     """The trainable parameter of which the tensor is (a view of) autocast's copy in another dtype. None for a copy that
-    was changed since, or lies in memory in another order: the parameter cannot give it again.
+    was changed since, or lies in memory in another order, and for a view that takes its bytes for another type's
+    (complex numbers of pairs, say): the parameter cannot give it again.
     """
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or base._version > 0 or not base.is_contiguous():
+        return None
+    if tensor.dtype != base.dtype:
         return None
     source = getattr(node.next_functions[0][0], "variable", None)
     return source if isinstance(source, torch.nn.Parameter) else None

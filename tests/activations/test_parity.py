@@ -86,6 +86,28 @@ def test_gates_of_recurrent_cells(arena_bytes: int, tmp_path: Path) -> None:
     must_agree(Cells(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
 
 
+class Rotations(nn.Module):
+    """Saves copies of parameters in another type as they are, as complex numbers and as bits."""
+
+    def __init__(self, numel: int = 4096) -> None:
+        super().__init__()
+        self.turn, self.mask = (nn.Parameter(torch.randn(numel, 2, dtype=torch.bfloat16)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        turned = torch.view_as_complex(x) * torch.view_as_complex(self.turn.float())
+        wide = self.mask.float()
+        odd = wide.view(torch.int32).bitwise_right_shift(16).remainder(2).bool()
+        return (torch.view_as_real(turned) * wide).where(odd, x).square().mean()
+
+
+@pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB])
+def test_parameters_in_another_type(arena_bytes: int, tmp_path: Path) -> None:
+    x = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0))
+    must_agree(Rotations(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
+
+
 def test_evaluation_and_no_grad_in_between(tmp_path: Path) -> None:
     def step(model: nn.Module) -> None:
         loss = model(ids(0))
