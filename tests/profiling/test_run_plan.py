@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.cli import main
-from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profile import RunProfile, StorageRates
+from ds_fuyou.telemetry.report import LaneTimes
+from ds_fuyou.zero.run.run_plan import storage_rates
 from tests.harness.forked import finish, start
 from tests.harness.ports import free_port
 from tests.harness.runner import environment
@@ -32,6 +34,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, str, Path]:
     assert [process.exitcode for process in processes] == [0, 0], log[-5000:] + other[-5000:]
     (line,) = [line for line in log.splitlines() if line.startswith("RESULT ")]
     return json.loads(line.removeprefix("RESULT ")), log, directory
+
+
+def test_a_step_in_which_no_read_ended_says_nothing_of_reads() -> None:
+    assert storage_rates(LaneTimes(read_secs=0.1)) is None
+    written = LaneTimes(read_secs=0.1, write_secs=0.5, write_bytes=100.0)
+    assert storage_rates(written) == StorageRates(200.0, 200.0, 200.0, 0.0, 0.0)
 
 
 def test_the_first_steps_are_measured_and_kept(trained: tuple[dict, str, Path]) -> None:

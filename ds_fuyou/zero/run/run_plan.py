@@ -66,7 +66,7 @@ from ds_fuyou.zero.run.run_facts import (
 from ds_fuyou.zero.run.run_moves import RunMoves
 from ds_fuyou.zero.run.step_clock import StepClock, StepTimes
 
-__all__ = ["RunPlan"]
+__all__ = ["RunPlan", "storage_rates"]
 
 _SMALLEST_PROBE, _LARGEST_PROBE = 4 << 20, 256 << 20
 _LINK_BYTES, _LINK_BYTES_ON_HOST = 64 << 20, 8 << 20  # the latter is host memory twice: little, for any model
@@ -538,15 +538,9 @@ class RunPlan:
         if not times.num_forwards or times.forward_secs <= 0 or times.backward_secs <= 0:
             return None
         updated = state.core.pipeline.stats().num_updated_elements - num_before
-        rates = [
-            moved / secs
-            for moved, secs in ((lanes.read_bytes, lanes.read_secs), (lanes.write_bytes, lanes.write_secs))
-            if secs > 0
-        ]
-        storage = StorageRates(rates[0], rates[-1], sum(rates) / len(rates), 0.0, 0.0) if rates else None
         never = float("inf")
         update_rate = updated / lanes.update_secs if updated and lanes.update_secs > 0 else never
-        return self._profile_of(times, update_rate, storage, never, never)
+        return self._profile_of(times, update_rate, storage_rates(lanes), never, never)
 
     def _adopt(self, profile: RunProfile, prediction: Prediction, told: Collection[Cause] = ()) -> None:
         """What steps are compared with from the next one on."""
@@ -644,6 +638,15 @@ class RunPlan:
         if current_rank() == 0 and forget_profile(self._facts.machine, self._facts.model):
             self._kept = None
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
+
+
+def storage_rates(lanes: LaneTimes) -> StorageRates | None:
+    """What a step's transfers came to; None where none ended in it. One that is on its way has taken time, and no bytes
+    are counted of it.
+    """
+    busy = ((lanes.read_bytes, lanes.read_secs), (lanes.write_bytes, lanes.write_secs))
+    rates = [moved / secs for moved, secs in busy if moved > 0 and secs > 0]
+    return StorageRates(rates[0], rates[-1], sum(rates) / len(rates), 0.0, 0.0) if rates else None
 
 
 def _is_alike(profile: RunProfile, times: StepTimes, shape: tuple[int, ...]) -> bool:
