@@ -206,6 +206,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_by_the_next_step(world_size: int
     for each in (*others, failed):
         assert each["told once"] == each["wait"] == "nothing"
         assert "Input/output error" in each["joined"]
+        assert "Input/output error" in each["asked"], "it is not there, whoever was told by a step"
         assert each["latest"] == "second"
         assert each["there"] == ["second"], "what the others have written would fill the disk, too"
         assert each["digest"] == failed["digest"]

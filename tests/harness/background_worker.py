@@ -286,6 +286,12 @@ def failing(engine, case: dict, folder: Path) -> dict:
     disk.error = errno.EIO if is_mine else 0
     engine.save_checkpoint(str(folder), tag="third")
     said["joined"] = raised(engine.fuyou_wait_checkpoint)
+    engine.save_checkpoint(str(folder), tag="fourth")
+    if is_mine:
+        engine.optimizer.checkpoint_state.save._ended.wait()
+    if raised(lambda: train(engine, case, 1)) != "nothing":
+        engine.step()
+    said["asked"] = raised(engine.fuyou_wait_checkpoint)
     disk.error = 0
     said["digest"] = masters_digest(engine)
     engine.load_checkpoint(str(folder))

@@ -34,7 +34,7 @@ from ds_fuyou.checkpoint.streamed_file import StandIns, StreamedFile
 from ds_fuyou.checkpoint.training_record import from_bytes, to_bytes
 from ds_fuyou.checkpoint.unfinished import WritingLock, discard_left
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
-from ds_fuyou.log import log_once
+from ds_fuyou.log import get_logger, log_once
 from ds_fuyou.zero.agreement import of_every_rank, of_rank_0
 from ds_fuyou.zero.parameters.param_swapper import (
     FuyouParameterSwapper,
@@ -187,7 +187,7 @@ def replace_writer(engine: Any) -> None:
     """Gives an engine our writer, unless its configuration asks for another one."""
     if not isinstance(engine.optimizer, FuyouStage3Optimizer):
         return
-    setattr(engine, _WAIT, functools.partial(end_last_save, engine))
+    setattr(engine, _WAIT, functools.partial(end_last_save, engine, is_asked=True))
     frozen_base.watch(engine)
     present = engine.checkpoint_engine
     if type(present) is TorchCheckpointEngine and present.zipfile_serialization:
@@ -264,11 +264,12 @@ def _save(
     return result
 
 
-def end_last_save(engine: Any) -> None:
+def end_last_save(engine: Any, *, is_asked: bool = False) -> None:
     """Waits until the checkpoint that was saved last is whole. Every rank calls it.
 
     Raises:
-        FuyouStorageError: a rank could not write its part, and no ``step()`` has raised that yet: all ranks raise.
+        FuyouStorageError: a rank could not write its part, and no ``step()`` has raised that yet, or the script asks
+            for the checkpoint: all ranks raise.
     """
     state: CheckpointState = engine.optimizer.checkpoint_state
     save = state.save
@@ -277,7 +278,7 @@ def end_last_save(engine: Any) -> None:
     parts, is_first = save.parts, dist.get_rank() == 0
     try:
         save.wait()
-        is_told, save.is_told = save.is_told, True
+        is_told, save.is_told = save.is_told and not is_asked, True
         if not _settle(save.failure, save.name, is_told=is_told, undo=parts.discard):
             return
         is_left = not save.publishes or True not in of_every_rank(save.is_published)
@@ -373,7 +374,8 @@ def _settle(
     failure: Exception | None, name: str, *, is_told: bool = False, undo: Callable[[], None] = lambda: None
 ) -> bool:
     """Every rank comes here with its own outcome; if one failed all raise, the failing one its own error. Where all
-    who failed have been told before, nobody raises, and False is returned. ``undo`` is called first in both cases.
+    who failed have been told before, nobody raises, the others log it, and False is returned. ``undo`` is called first
+    in both cases.
 
     Raises:
         FuyouStorageError: a rank could not write, flush or rename.
@@ -381,14 +383,20 @@ def _settle(
     mine = None if failure is None else (getattr(failure, "errno", None) or 0, str(failure), is_told)
     said = of_every_rank(mine)
     failures = {rank: found for rank, found in enumerate(said) if found is not None}
-    if failures:
-        undo()
-    if all(told for _, _, told in failures.values()):
-        return not failures
+    if not failures:
+        return True
+    undo()
+    are_told = all(told for _, _, told in failures.values())
     if failure is not None:
+        if are_told:
+            return False
         raise as_storage_error(failure, name)
     rank, (number, text, _) = next(iter(failures.items()))
-    raise FuyouStorageError(number, f"rank {rank} could not save its part of a checkpoint: {text}")
+    error = FuyouStorageError(number, f"rank {rank} could not save its part of a checkpoint: {text}")
+    if not are_told:
+        raise error
+    get_logger().error("%s does not appear: %s", name, error)
+    return False
 
 
 @contextmanager
