@@ -21,7 +21,8 @@ in every other one.
 [Note: operators that draw]
 An operator that is not run again draws no random numbers, and what draws after it would draw others. PyTorch says
 which of its own draw (``calls.py``). Those of other libraries need not say it (flash attention with dropout does not),
-so generators are compared around each of their calls that is to be saved: one that has drawn is computed again.
+so generators are compared around each of their calls that is to be saved: one that has drawn is computed again. What
+draws in place completes nothing, for it must run again.
 
 [Note: a forward that differentiates]
 A block may take derivatives in its own forward (forces, penalties), for which the region is recomputed while that
@@ -40,7 +41,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, may_be_left_out, written_tensors
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
@@ -150,13 +151,14 @@ class RegionOutputs:
         if self._unseen is not None:
             self._unseen.written(written)
 
-    def changes(self, written: list[torch.Tensor]) -> None:
-        """An operator that is no view is about to run, and changes these in place.
+    def changes(self, written: list[torch.Tensor], *, completes: bool) -> None:
+        """An operator that is no view is about to run, and changes these in place. ``completes``: it may be left out
+        where what was made before it is handed out.
 
         Raises:
             FuyouStorageError: what was made before it could not be moved.
         """
-        if self._made is not None and self._made.is_completed_by(written):
+        if completes and self._made is not None and self._made.is_completed_by(written):
             self._made.num_completions += 1
             return
         self.save()
@@ -237,7 +239,7 @@ class _Forward(_Mode):
         written: list[torch.Tensor] = []
         if not is_view(func):
             written = written_tensors(func, args, named)
-            self._region.changes(written)
+            self._region.changes(written, completes=may_be_left_out(func, args, named))
         call = self._calls.place(func, args, named)
         if call is None or not self._region.wants(call):
             outputs = func(*args, **named)

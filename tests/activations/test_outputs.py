@@ -212,6 +212,60 @@ def test_what_another_librarys_operator_draws_is_drawn_again(share: float, tmp_p
         assert agrees(swapped, step, expected)
 
 
+@torch.library.custom_op("fuyou_tests::make_noisy", mutates_args={"x"})
+def make_noisy(x: torch.Tensor) -> None:
+    """As :func:`noisy`, in place."""
+    x.mul_(torch.rand(x.shape))
+
+
+class Completes(torch.autograd.Function):
+    """Changes an output that it has just made, by a call that has to run again, before it returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+        made = x * 2.0
+        if how == "library":
+            make_noisy(made)
+        elif how == "list":  # returns nothing
+            torch._foreach_mul_([made], 0.5)
+        else:
+            made.uniform_(-1.0, 1.0)
+        ctx.save_for_backward(made)
+        return x + made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class CompletingBlock(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.up, self.how = nn.Linear(64, 64), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(Completes.apply(self.up(x), self.how).sin(), 0.3)
+
+
+@pytest.mark.parametrize("how", ["torch", "library", "list"])
+@pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
+def test_what_completes_an_output_and_has_to_run_runs_again(fate: Fate, how: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(CompletingBlock(how) for _ in range(3))).train()
+
+    def step(model: nn.Module) -> None:
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+        model(x).square().sum().backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    calls = calls_of(model, step)
+    assert OperatorCall("aten.mul.Tensor", 0) in calls
+    with attached(model, tmp_path) as swapped:
+        fates = {str(i): BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
+        swapped.session.decide(fates | AROUND)
+        assert agrees(swapped, step, expected)
+
+
 class InPlaceBlock(nn.Module):
     """Changes an output inside of the block, draws random numbers, and hands out a tensor that is changed later."""
 
