@@ -6,13 +6,14 @@ forward itself may have changed what its modules hold: a counter, a memory of th
 PyTorch's checkpoint restores autocast, the default device, and the default random generators of the host and of those
 devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
-- attributes of the block's modules, ``training`` among them, and what their lists, dictionaries and sets hold. Not what
-  changes inside of other objects, nor plain tensors that are changed in place (buffers: see ``recompute.py``). Streams
-  and events that the forward made stay: a second one would give memory that the first one's tensors still read;
+- attributes of the block's modules, ``training`` among them, and what their lists, queues, dictionaries, counters and
+  sets hold. Not what changes inside of other objects, nor plain tensors that are changed in place (buffers: see
+  ``recompute.py``). Streams and events that the forward made stay: a second one would give memory that the first one's
+  tensors still read;
 - hooks on forwards of the modules inside of the block: some are there for one forward of the model alone, as those by
   which PEFT hands task numbers to its layers;
-- random numbers of Python, of NumPy, of the device, and of generators that are attributes or arguments, if the forward
-  drew any;
+- random numbers of Python, of NumPy, of the device, and of generators that are attributes, or in such a container, or
+  arguments, if the forward drew any;
 - the default dtype, and which kernels attention may use, in which order;
 - that a parameter which is read, of another module, say, and is not gathered, is gathered then, as DeepSpeed does in
   forwards alone.
@@ -20,8 +21,9 @@ devices of which it sees a tensor among the arguments: it does not look into obj
 
 from __future__ import annotations
 
+import functools
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -48,7 +50,7 @@ _HOOKS = (
 _GATHERS_WHAT_IS_READ = "_in_forward"  # DeepSpeed's name, of the dictionary of a module's parameters
 
 _OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
-_CONTAINERS = (dict, OrderedDict, list, set)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 
 
 def _state_of(part: nn.Module) -> dict[str, Any]:
@@ -69,9 +71,12 @@ def _tensor_as_it_is(value: Any) -> Any:
 
 
 class _Contents(NamedTuple):
-    """Of a container, which itself may go on to hold what keeps the graph that this belongs to."""
+    """Of a container, which itself may go on to hold what keeps the graph that this belongs to. ``make``: another one
+    of its kind and these items.
+    """
 
     kind: Any
+    make: Callable[[Any], Any]
     items: Any
 
 
@@ -79,17 +84,31 @@ def _as_it_is(value: Any) -> Any:
     """What stands for ``value`` as long as a graph lives: nothing that an earlier forward left may keep that one's."""
     if type(value) in _CONTAINERS:
         if isinstance(value, dict):
-            return _Contents(type(value), {key: _tensor_as_it_is(item) for key, item in value.items()})
-        return _Contents(type(value), [_tensor_as_it_is(item) for item in value])
+            return _Contents(type(value), _maker(value), {key: _tensor_as_it_is(each) for key, each in value.items()})
+        return _Contents(type(value), _maker(value), [_tensor_as_it_is(item) for item in value])
     if type(value) is tuple:
         return tuple(_tensor_as_it_is(item) for item in value)
     return _tensor_as_it_is(value)
 
 
+def _maker(container: Any) -> Callable[[Any], Any]:
+    if isinstance(container, deque):
+        return functools.partial(deque, maxlen=container.maxlen)
+    if isinstance(container, defaultdict):
+        return functools.partial(defaultdict, container.default_factory)
+    return type(container)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if type(value) in _CONTAINERS:
+        return value.values() if isinstance(value, dict) else value
+    return value if type(value) is tuple else ()
+
+
 def _fill(container: Any, items: Any) -> None:
     """It stays the same object: others know it, and what was compiled does."""
     container.clear()
-    if isinstance(container, list):
+    if isinstance(container, (list, deque)):
         container.extend(items)
     else:
         container.update(items)
@@ -166,7 +185,8 @@ class Surroundings:
         self._gathering = [
             part._parameters for part in parts if getattr(part._parameters, _GATHERS_WHAT_IS_READ, False)
         ]
-        own = {id(value): _source(value) for value in chain(values, arguments)}
+        inside = chain.from_iterable(map(_inside, values))
+        own = {id(value): _source(value) for value in chain(values, inside, arguments)}
         sources = (*SOURCES, *(source for source in (device, *own.values()) if source is not None))
         self._random = [(source, source.read()) for source in sources]
         self._flags = _flags()
@@ -235,12 +255,12 @@ def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
     if not isinstance(value, _Contents):
         return value
     if type(now) is not value.kind:
-        return value.kind(value.items)
+        return value.make(value.items)
     filled.append((now, now.copy()))
     if isinstance(now, dict):
         _fill(now, value.items | {key: each for key, each in now.items() if isinstance(each, _OF_STREAMS)})
-    elif isinstance(now, list):
-        _fill(now, _with_streams(value.items, now))
+    elif isinstance(now, (list, deque)):
+        _fill(now, _with_streams(value.items, list(now)))
     else:
         _fill(now, [*value.items, *(each for each in now if isinstance(each, _OF_STREAMS))])
     return now

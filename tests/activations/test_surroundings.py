@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +43,8 @@ class Block(nn.Module):
         self.own = torch.Generator().manual_seed(1)
         self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
         self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
+        self.last, self.by_kind = deque(maxlen=3), defaultdict(float)
+        self.counted, self.generators = Counter(), [torch.Generator().manual_seed(2)]
         self.register_buffer("begun", torch.ones(1))
         self.register_buffer("table", torch.eye(WIDTH).to_sparse())
 
@@ -95,6 +98,17 @@ def asks_a_friend(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torc
     return h * block.friend.seen[-1] * block.same[-1]
 
 
+def keeps_in_containers(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """Of the kinds that the library has; one is replaced by another in a later forward."""
+    h = h * (1 + sum(each.tanh() for each in block.last)) * (1 + block.counted["all"] + block.by_kind["own"])
+    block.last.append(h.detach().mean(0))
+    block.counted.update(all=1)
+    block.by_kind["own"] += 0.5
+    if len(block.last) == 2:
+        block.last, block.by_kind = deque(block.last, 3), defaultdict(float, block.by_kind)
+    return h * torch.rand((), generator=block.generators[0])
+
+
 def in_training(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     return F.dropout(h, 0.3, block.training) * (1.0 if block.training else 0.5)
 
@@ -136,13 +150,24 @@ def state(model: nn.Module) -> list[Any]:
         memory = None if block.memory is None else block.memory.tolist()
         own = [block.own.get_state().tolist(), block.numbers.bit_generator.state, block.more.getstate()]
         found += [*own, block.share, memory, block.seen, block.begun, block.training]
+        found += [[each.tolist() for each in block.last], block.last.maxlen, dict(block.by_kind), block.by_kind["none"]]
+        found += [dict(block.counted), block.generators[0].get_state().tolist()]
     return found
 
 
 @pytest.mark.parametrize("outputs", [{}, {OperatorCall("aten.gelu.default", 0): Fate.SWAP}], ids=["whole", "but one"])
 @pytest.mark.parametrize(
     "how",
-    [draws, passes_on, remembers, asks_a_friend, in_training, by_defaults, multiplies_sparsely],
+    [
+        draws,
+        passes_on,
+        remembers,
+        asks_a_friend,
+        keeps_in_containers,
+        in_training,
+        by_defaults,
+        multiplies_sparsely,
+    ],
     ids=lambda how: how.__name__,
 )
 def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path: Path) -> None:
