@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ds_fuyou.activations.open_hooks import aside_for_transforms
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
-from ds_fuyou.activations.surroundings import RandomSource, Surroundings
+from ds_fuyou.activations.surroundings import SMALL_BYTES, RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
@@ -31,7 +31,6 @@ def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[
     return nullcontext(), nullcontext()
 
 
-_SMALL_BYTES = 64 * 1024  # of a buffer
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
@@ -110,7 +109,7 @@ class _ChangedBuffers:
         return {
             name: buffer.clone()
             for name, buffer in module.named_buffers()
-            if _num_bytes(buffer) <= _SMALL_BYTES or self._names is None or name in self._names
+            if _num_bytes(buffer) <= SMALL_BYTES or self._names is None or name in self._names
         }
 
     def after(self, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
@@ -119,7 +118,7 @@ class _ChangedBuffers:
             return
         buffers = dict(module.named_buffers())
         self._names = [name for name, value in before.items() if not _is_same(value, buffers.get(name))]
-        for name in [name for name in before if name not in self._names and _num_bytes(before[name]) > _SMALL_BYTES]:
+        for name in [name for name in before if name not in self._names and _num_bytes(before[name]) > SMALL_BYTES]:
             del before[name]
 
 

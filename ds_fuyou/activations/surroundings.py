@@ -7,9 +7,9 @@ PyTorch's checkpoint restores autocast, the default device, and the default rand
 devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
 - attributes of the block's modules, ``training`` among them, and what their lists, queues, dictionaries, counters and
-  sets hold. Not what changes inside of other objects, nor plain tensors that are changed in place (buffers: see
-  ``recompute.py``). Streams and events that the forward made stay: a second one would give memory that the first one's
-  tensors still read;
+  sets hold, small tensors that are changed in place included. Not what changes inside of other objects, nor large plain
+  tensors (buffers: see ``recompute.py``). Streams and events that the forward made stay: a second one would give memory
+  that the first one's tensors still read;
 - hooks on forwards of the modules inside of the block: some are there for one forward of the model alone, as those by
   which PEFT hands task numbers to its layers;
 - random numbers of Python, of NumPy, of the device, and of generators that are attributes, or in such a container, or
@@ -33,7 +33,10 @@ import numpy
 import torch
 from torch import nn
 
-__all__ = ["SOURCES", "RandomSource", "Surroundings", "are_same"]
+__all__ = ["SMALL_BYTES", "SOURCES", "RandomSource", "Surroundings", "are_same"]
+
+SMALL_BYTES = 64 * 1024
+"""Of a tensor that a module holds: every forward keeps a copy."""
 
 _OF_DEEPSPEED = frozenset(
     {"applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn", "_original_parameters", "_external_params"}
@@ -64,9 +67,22 @@ def _hooks_of(part: nn.Module) -> Iterator[dict[int, Any]]:
     return (held[name] for name in _HOOKS if name in held)
 
 
-def _tensor_as_it_is(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+class _Small(NamedTuple):
+    """A plain tensor that may be changed in place: with a copy of what it held."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+
+def _tensor_as_it_is(value: Any, *, copies: bool = True) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.grad_fn is not None:
         return value.detach().requires_grad_()
+    is_plain = copies and type(value) is torch.Tensor and value.layout == torch.strided and not value.is_inference()
+    if is_plain and not value.requires_grad and value.nbytes <= SMALL_BYTES:
+        return _Small(value, value._version, value.clone())
     return value
 
 
@@ -80,11 +96,15 @@ class _Contents(NamedTuple):
     items: Any
 
 
-def _as_it_is(value: Any) -> Any:
-    """What stands for ``value`` as long as a graph lives: nothing that an earlier forward left may keep that one's."""
+def _as_it_is(name: str, value: Any) -> Any:
+    """What stands for the attribute as long as a graph lives: nothing that an earlier forward left may keep that one's.
+    Of buffers somebody else has copies.
+    """
     if type(value) in _CONTAINERS:
         if isinstance(value, dict):
-            return _Contents(type(value), _maker(value), {key: _tensor_as_it_is(each) for key, each in value.items()})
+            copies = name != "_buffers"
+            items = {key: _tensor_as_it_is(each, copies=copies) for key, each in value.items()}
+            return _Contents(type(value), _maker(value), items)
         return _Contents(type(value), _maker(value), [_tensor_as_it_is(item) for item in value])
     if type(value) is tuple:
         return tuple(_tensor_as_it_is(item) for item in value)
@@ -179,7 +199,7 @@ class Surroundings:
         state = [(part, _state_of(part)) for part in parts]
         values = [value for _, attributes in state for value in attributes.values()]
         self._attributes = [
-            (part, {name: _as_it_is(value) for name, value in attributes.items()}) for part, attributes in state
+            (part, {name: _as_it_is(name, value) for name, value in attributes.items()}) for part, attributes in state
         ]
         self._hooks = [(hooks, tuple(hooks.items())) for part in parts for hooks in _hooks_of(part)]
         self._gathering = [
@@ -223,12 +243,12 @@ class Surroundings:
     def restored(self) -> Iterator[None]:
         """Inside, everything is as the forward found it; afterwards as it is now."""
         now = [(part, _state_of(part)) for part, _ in self._attributes]
-        filled: list[tuple[Any, Any]] = []
+        then = _Brought()
         states = [(source, source.read()) for source, _ in self._random]
         flags = _flags()
         try:
             for part, attributes in self._attributes:
-                brought = {name: _brought(value, vars(part).get(name), filled) for name, value in attributes.items()}
+                brought = {name: then.value(value, vars(part).get(name)) for name, value in attributes.items()}
                 streams = {name: value for name, value in _state_of(part).items() if isinstance(value, _OF_STREAMS)}
                 _set(part, brought | streams)
             for source, state in self._random:
@@ -242,28 +262,46 @@ class Surroundings:
                 source.write(state)
             for part, attributes in now:
                 _set(part, attributes)
-            for container, items in reversed(filled):
+            for container, items in reversed(then.filled):
                 _fill(container, items)
 
 
-def _brought(value: Any, now: Any, filled: list[tuple[Any, Any]]) -> Any:
-    """The attribute again: the container that is there ``now`` with what it held, or another like it. What is
-    ``filled`` is noted with what it holds now.
-    """
-    if type(value) is type(now) is tuple:
-        return tuple(_with_streams(value, now))
-    if not isinstance(value, _Contents):
-        return value
-    if type(now) is not value.kind:
-        return value.make(value.items)
-    filled.append((now, now.copy()))
-    if isinstance(now, dict):
-        _fill(now, value.items | {key: each for key, each in now.items() if isinstance(each, _OF_STREAMS)})
-    elif isinstance(now, (list, deque)):
-        _fill(now, _with_streams(value.items, list(now)))
-    else:
-        _fill(now, [*value.items, *(each for each in now if isinstance(each, _OF_STREAMS))])
-    return now
+class _Brought:
+    """Attributes as a forward found them. ``filled``: containers, with what they hold now."""
+
+    def __init__(self) -> None:
+        self.filled: list[tuple[Any, Any]] = []
+        self._copies: dict[int, torch.Tensor] = {}  # by what they stand for, which several attributes may name
+
+    def value(self, value: Any, now: Any) -> Any:
+        """The attribute again: the container that is there ``now`` with what it held, or another like it."""
+        if type(value) is tuple:
+            found = tuple(map(self._tensor, value))
+            return tuple(_with_streams(found, now)) if type(now) is tuple else found
+        if not isinstance(value, _Contents):
+            return self._tensor(value)
+        if isinstance(value.items, dict):
+            items: Any = {key: self._tensor(each) for key, each in value.items.items()}
+        else:
+            items = [self._tensor(each) for each in value.items]
+        if type(now) is not value.kind:
+            return value.make(items)
+        self.filled.append((now, now.copy()))
+        if isinstance(now, dict):
+            _fill(now, items | {key: each for key, each in now.items() if isinstance(each, _OF_STREAMS)})
+        elif isinstance(now, (list, deque)):
+            _fill(now, _with_streams(items, list(now)))
+        else:
+            _fill(now, [*items, *(each for each in now if isinstance(each, _OF_STREAMS))])
+        return now
+
+    def _tensor(self, value: Any) -> Any:
+        """A copy of a tensor that was changed in place since."""
+        if not isinstance(value, _Small):
+            return value
+        if value.tensor._version == value.version:
+            return value.tensor
+        return self._copies.setdefault(id(value.tensor), value.copy.clone())
 
 
 def _with_streams(then: Sequence[Any], now: Sequence[Any]) -> list[Any]:

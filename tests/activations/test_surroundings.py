@@ -43,6 +43,8 @@ class Block(nn.Module):
         self.own = torch.Generator().manual_seed(1)
         self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
         self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
+        self.level = torch.ones(1)
+        self.levels = {"all": self.level, "own": torch.ones(WIDTH)}
         self.last, self.by_kind = deque(maxlen=3), defaultdict(float)
         self.counted, self.generators = Counter(), [torch.Generator().manual_seed(2)]
         self.register_buffer("begun", torch.ones(1))
@@ -109,6 +111,14 @@ def keeps_in_containers(block: Block, h: torch.Tensor, shared: dict[str, Any]) -
     return h * torch.rand((), generator=block.generators[0])
 
 
+def changes_tensors_in_place(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """Two attributes name one of them."""
+    h = h * block.level.clone() * block.levels["own"].clone()
+    block.level += 0.5
+    block.levels["own"].mul_(1.5)
+    return h + block.levels["all"].clone()
+
+
 def in_training(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     return F.dropout(h, 0.3, block.training) * (1.0 if block.training else 0.5)
 
@@ -151,6 +161,7 @@ def state(model: nn.Module) -> list[Any]:
         own = [block.own.get_state().tolist(), block.numbers.bit_generator.state, block.more.getstate()]
         found += [*own, block.share, memory, block.seen, block.begun, block.training]
         found += [[each.tolist() for each in block.last], block.last.maxlen, dict(block.by_kind), block.by_kind["none"]]
+        found += [block.level.tolist(), block.levels["all"] is block.level, block.levels["own"].tolist()]
         found += [dict(block.counted), block.generators[0].get_state().tolist()]
     return found
 
@@ -164,6 +175,7 @@ def state(model: nn.Module) -> list[Any]:
         remembers,
         asks_a_friend,
         keeps_in_containers,
+        changes_tensors_in_place,
         in_training,
         by_defaults,
         multiplies_sparsely,
