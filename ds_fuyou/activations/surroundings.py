@@ -26,7 +26,7 @@ import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 import numpy
@@ -54,6 +54,7 @@ _GATHERS_WHAT_IS_READ = "_in_forward"  # DeepSpeed's name, of the dictionary of 
 
 _OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
+_DEPTH = 4  # containers within one another
 
 
 def _state_of(part: nn.Module) -> dict[str, Any]:
@@ -96,19 +97,17 @@ class _Contents(NamedTuple):
     items: Any
 
 
-def _as_it_is(name: str, value: Any) -> Any:
-    """What stands for the attribute as long as a graph lives: nothing that an earlier forward left may keep that one's.
-    Of buffers somebody else has copies.
+def _as_it_is(value: Any, *, copies: bool = True, depth: int = _DEPTH) -> Any:
+    """What stands for ``value`` as long as a graph lives: nothing that an earlier forward left may keep that one's.
+    ``copies``: of small tensors; of buffers somebody else has them.
     """
-    if type(value) in _CONTAINERS:
-        if isinstance(value, dict):
-            copies = name != "_buffers"
-            items = {key: _tensor_as_it_is(each, copies=copies) for key, each in value.items()}
-            return _Contents(type(value), _maker(value), items)
-        return _Contents(type(value), _maker(value), [_tensor_as_it_is(item) for item in value])
-    if type(value) is tuple:
-        return tuple(_tensor_as_it_is(item) for item in value)
-    return _tensor_as_it_is(value)
+    is_container = type(value) in _CONTAINERS
+    if not depth or not (is_container or type(value) is tuple):
+        return _tensor_as_it_is(value, copies=copies)
+    inside = functools.partial(_as_it_is, copies=copies, depth=depth - 1)
+    if isinstance(value, dict):
+        return _Contents(type(value), _maker(value), {key: inside(each) for key, each in value.items()})
+    return _Contents(type(value), _maker(value), [*map(inside, value)]) if is_container else tuple(map(inside, value))
 
 
 def _maker(container: Any) -> Callable[[Any], Any]:
@@ -199,7 +198,8 @@ class Surroundings:
         state = [(part, _state_of(part)) for part in parts]
         values = [value for _, attributes in state for value in attributes.values()]
         self._attributes = [
-            (part, {name: _as_it_is(name, value) for name, value in attributes.items()}) for part, attributes in state
+            (part, {name: _as_it_is(value, copies=name != "_buffers") for name, value in attributes.items()})
+            for part, attributes in state
         ]
         self._hooks = [(hooks, tuple(hooks.items())) for part in parts for hooks in _hooks_of(part)]
         self._gathering = [
@@ -276,15 +276,17 @@ class _Brought:
     def value(self, value: Any, now: Any) -> Any:
         """The attribute again: the container that is there ``now`` with what it held, or another like it."""
         if type(value) is tuple:
-            found = tuple(map(self._tensor, value))
-            return tuple(_with_streams(found, now)) if type(now) is tuple else found
+            found = self._each(value, now if type(now) is tuple else ())
+            return tuple(_with_streams(found, now)) if type(now) is tuple else tuple(found)
         if not isinstance(value, _Contents):
             return self._tensor(value)
+        is_same_kind = type(now) is value.kind
         if isinstance(value.items, dict):
-            items: Any = {key: self._tensor(each) for key, each in value.items.items()}
+            there = now if is_same_kind else {}
+            items: Any = {key: self.value(each, there.get(key)) for key, each in value.items.items()}
         else:
-            items = [self._tensor(each) for each in value.items]
-        if type(now) is not value.kind:
+            items = self._each(value.items, now if is_same_kind else ())
+        if not is_same_kind:
             return value.make(items)
         self.filled.append((now, now.copy()))
         if isinstance(now, dict):
@@ -294,6 +296,9 @@ class _Brought:
         else:
             _fill(now, [*items, *(each for each in now if isinstance(each, _OF_STREAMS))])
         return now
+
+    def _each(self, values: Iterable[Any], now: Iterable[Any]) -> list[Any]:
+        return [self.value(value, there) for value, there in zip(values, chain(now, repeat(None)), strict=False)]
 
     def _tensor(self, value: Any) -> Any:
         """A copy of a tensor that was changed in place since."""
