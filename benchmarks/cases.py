@@ -323,8 +323,8 @@ _CONFIGS = {
     ),
     "fuyou_swap": _SWAP,
     "fuyou_swap_traced": _traced(_SWAP),
-    # The memory that stock takes with checkpointing: of the device, and seven tenths or all of what it has of the host.
-    "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000, dram_budget_bytes=5_600_000_000),
+    # The memory that stock takes with checkpointing: of the device, and of the host too.
+    "fuyou_auto": _fuyou("cpu", "nvme", "cpu", gpu_budget_bytes=4_400_000_000),
     "fuyou_two_lines": _fuyou("auto", "auto", "auto"),
     "fuyou_auto_all": _fuyou("auto", "auto", "auto", gpu_budget_bytes=4_400_000_000, dram_budget_bytes=7_900_000_000),
 }

@@ -7,7 +7,7 @@ PyTorch's checkpoint restores autocast, the default device, and the default rand
 devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
 - attributes of the block's modules, ``training`` among them, and what their lists, queues, dictionaries, counters and
-  sets hold, small tensors that are changed in place included. Not what changes inside of other objects, nor large plain
+  sets hold, small tensors and arrays that are changed in place included. Not what changes inside of other objects, nor large plain
   tensors (buffers: see ``recompute.py``). Streams and events that the forward made stay: a second one would give memory
   that the first one's tensors still read;
 - hooks on forwards of the modules inside of the block: some are there for one forward of the model alone, as those by
@@ -69,14 +69,24 @@ def _hooks_of(part: nn.Module) -> Iterator[dict[int, Any]]:
 
 
 class _Small(NamedTuple):
-    """A plain tensor that may be changed in place: with a copy of what it held."""
+    """A plain tensor, or an array of NumPy's, that may be changed in place: with a copy of what it held."""
 
-    tensor: torch.Tensor
+    values: Any
     version: int
-    copy: torch.Tensor
+    copy: Any
+
+    def is_intact(self) -> bool:
+        if isinstance(self.values, numpy.ndarray):
+            return self.values.tobytes() == self.copy.tobytes()
+        return bool(self.values._version == self.version)
+
+    def again(self) -> Any:
+        return self.copy.clone() if isinstance(self.copy, torch.Tensor) else self.copy.copy()
 
 
 def _tensor_as_it_is(value: Any, *, copies: bool = True) -> Any:
+    if type(value) is numpy.ndarray and value.nbytes <= SMALL_BYTES and not value.dtype.hasobject:
+        return _Small(value, 0, value.copy())
     if not isinstance(value, torch.Tensor):
         return value
     if value.grad_fn is not None:
@@ -271,7 +281,7 @@ class _Brought:
 
     def __init__(self) -> None:
         self.filled: list[tuple[Any, Any]] = []
-        self._copies: dict[int, torch.Tensor] = {}  # by what they stand for, which several attributes may name
+        self._copies: dict[int, Any] = {}  # by what they stand for, which several attributes may name
 
     def value(self, value: Any, now: Any) -> Any:
         """The attribute again: the container that is there ``now`` with what it held, or another like it."""
@@ -304,9 +314,9 @@ class _Brought:
         """A copy of a tensor that was changed in place since."""
         if not isinstance(value, _Small):
             return value
-        if value.tensor._version == value.version:
-            return value.tensor
-        return self._copies.setdefault(id(value.tensor), value.copy.clone())
+        if value.is_intact():
+            return value.values
+        return self._copies.setdefault(id(value.values), value.again())
 
 
 def _with_streams(then: Sequence[Any], now: Sequence[Any]) -> list[Any]:

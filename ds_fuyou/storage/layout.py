@@ -22,6 +22,7 @@ __all__ = [
     "ACTIVATION_SHARE",
     "CHECKPOINTS_BESIDE",
     "CHECKPOINT_BYTES",
+    "RESERVE_BYTES",
     "RESERVE_SHARE",
     "UNIT_BYTES",
     "PathShare",
@@ -40,8 +41,8 @@ __all__ = [
 UNIT_BYTES = 4 * 1024 * 1024
 _LEAST_UNIT_BYTES = 256 * 1024  # a request below takes its time, not that of its bytes
 _REQUESTS_A_PATH, _LEAST_REQUESTS = 8, 32
-# Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do.
-_RESERVE_BYTES = 16 * 1024 * 1024
+RESERVE_BYTES = 16 * 1024 * 1024
+"""Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do."""
 RESERVE_SHARE, ACTIVATION_SHARE = 0.02, 0.10
 
 
@@ -103,7 +104,7 @@ def device_capacities(facts: Sequence[PathFacts], reserve_share: float = 0.0) ->
     free: dict[str, int] = {}
     for fact in facts:
         free[fact.device] = min(fact.free_bytes, free.get(fact.device, fact.free_bytes))
-    left = {device: num - max(_RESERVE_BYTES, int(reserve_share * num)) for device, num in free.items()}
+    left = {device: num - max(RESERVE_BYTES, int(reserve_share * num)) for device, num in free.items()}
     return {device: max(0, num_bytes) // PAGE_BYTES * PAGE_BYTES for device, num_bytes in left.items()}
 
 

@@ -16,7 +16,15 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.data_file import DataFile, create_data_file, open_data_file
 from ds_fuyou.storage.directory import ROOT_NAME, RunDirectory, StateRoot, is_run_name
-from ds_fuyou.storage.layout import RESERVE_SHARE, UNIT_BYTES, PathShare, StoreLayout, device_capacities, stripe
+from ds_fuyou.storage.layout import (
+    RESERVE_BYTES,
+    RESERVE_SHARE,
+    UNIT_BYTES,
+    PathShare,
+    StoreLayout,
+    device_capacities,
+    stripe,
+)
 from ds_fuyou.storage.probe import LOCAL_FILESYSTEMS, PathFacts, Probe, open_path, probe_path
 from ds_fuyou.storage.records import Manifest, ProcessMark, read_manifest, write_manifest
 from ds_fuyou.storage.types import DIRECTORY_FLAGS, RegionSpec, RunIdentity
@@ -224,8 +232,8 @@ def _plan(
     if total > sum(capacities.values()):
         free = ", ".join(f"{path}: {fact.free_bytes} free" for path, fact in zip(paths, facts, strict=True))
         message = (
-            f"the state needs {total} bytes on storage, {sum(capacities.values())} can be used ({free}); "
-            f"free space, add an nvme_path, or keep more tensor classes in host memory"
+            f"the state needs {total} bytes on storage, {sum(capacities.values())} can be used ({free}, "
+            f"of which {RESERVE_BYTES} of each disk stay so); free space, add an nvme_path, or keep more tensor classes in host memory"
         )
         raise FuyouStorageError(errno.ENOSPC, message, str(paths[0]))
     shares = [PathShare(fact.device, weight) for fact, weight in zip(facts, weights, strict=True)]

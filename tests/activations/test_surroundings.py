@@ -44,6 +44,7 @@ class Block(nn.Module):
         self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
         self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
         self.level = torch.ones(1)
+        self.array = numpy.ones(2)
         self.nested = {"losses": ([], 0), "sums": defaultdict(lambda: torch.zeros(1, dtype=torch.float32))}
         self.levels = {"all": self.level, "own": torch.ones(WIDTH)}
         self.last, self.by_kind = deque(maxlen=3), defaultdict(float)
@@ -116,6 +117,8 @@ def changes_tensors_in_place(block: Block, h: torch.Tensor, shared: dict[str, An
     """Two attributes name one of them."""
     h = h * block.level.clone() * block.levels["own"].clone()
     block.level += 0.5
+    block.array[1] += 0.5
+    h = h * float(block.array[1])
     block.nested["losses"][0].append(float(h.detach().mean()))
     h = h * (1 + 0.1 * len(block.nested["losses"][0]) + block.nested["sums"]["all"].clone())
     block.nested["sums"]["all"] += 0.1
@@ -166,7 +169,12 @@ def state(model: nn.Module) -> list[Any]:
         found += [*own, block.share, memory, block.seen, block.begun, block.training]
         found += [[each.tolist() for each in block.last], block.last.maxlen, dict(block.by_kind), block.by_kind["none"]]
         found += [block.nested["losses"][0], block.nested["sums"]["all"].tolist()]
-        found += [block.level.tolist(), block.levels["all"] is block.level, block.levels["own"].tolist()]
+        found += [
+            block.array.tolist(),
+            block.level.tolist(),
+            block.levels["all"] is block.level,
+            block.levels["own"].tolist(),
+        ]
         found += [dict(block.counted), block.generators[0].get_state().tolist()]
     return found
 
