@@ -7,9 +7,9 @@ PyTorch's checkpoint restores autocast, the default device, and the default rand
 devices of which it sees a tensor among the arguments: it does not look into objects. Restored here:
 
 - attributes of the block's modules, ``training`` among them, and what their lists, queues, dictionaries, counters and
-  sets hold, small tensors and arrays that are changed in place included. Not what changes inside of other objects, nor large plain
-  tensors (buffers: see ``recompute.py``). Streams and events that the forward made stay: a second one would give memory
-  that the first one's tensors still read;
+  sets hold, small tensors and arrays that are changed in place included. Not what changes inside of other objects, nor
+  large plain tensors (buffers: see ``recompute.py``). Streams and events that the forward made stay: a second one would
+  give memory that the first one's tensors still read;
 - hooks on forwards of the modules inside of the block: some are there for one forward of the model alone, as those by
   which PEFT hands task numbers to its layers;
 - random numbers of Python, of NumPy, of the device, and of generators that are attributes, or in such a container, or

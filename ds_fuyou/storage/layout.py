@@ -42,7 +42,7 @@ UNIT_BYTES = 4 * 1024 * 1024
 _LEAST_UNIT_BYTES = 256 * 1024  # a request below takes its time, not that of its bytes
 _REQUESTS_A_PATH, _LEAST_REQUESTS = 8, 32
 RESERVE_BYTES = 16 * 1024 * 1024
-"""Left free on every device for manifests, records and the filesystem itself; two slots leave more where one would do."""
+"""Left free on every device for manifests, records and the file system itself. Two slots leave more where one does."""
 RESERVE_SHARE, ACTIVATION_SHARE = 0.02, 0.10
 
 

@@ -232,8 +232,9 @@ def _plan(
     if total > sum(capacities.values()):
         free = ", ".join(f"{path}: {fact.free_bytes} free" for path, fact in zip(paths, facts, strict=True))
         message = (
-            f"the state needs {total} bytes on storage, {sum(capacities.values())} can be used ({free}, "
-            f"of which {RESERVE_BYTES} of each disk stay so); free space, add an nvme_path, or keep more tensor classes in host memory"
+            f"the state needs {total} bytes on storage, {sum(capacities.values())} can be used ({free}, of which "
+            f"{RESERVE_BYTES} of each disk stay so); free space, add an nvme_path, or keep more tensor classes in host "
+            f"memory"
         )
         raise FuyouStorageError(errno.ENOSPC, message, str(paths[0]))
     shares = [PathShare(fact.device, weight) for fact, weight in zip(facts, weights, strict=True)]
