@@ -55,6 +55,7 @@ _GATHERS_WHAT_IS_READ = "_in_forward"  # DeepSpeed's name, of the dictionary of 
 _OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
 _CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, deque, set)
 _DEPTH = 4  # containers within one another
+_ATOMS = frozenset({type(None), bool, int, float, str})  # there may be many
 
 
 def _state_of(part: nn.Module) -> dict[str, Any]:
@@ -114,10 +115,15 @@ def _as_it_is(value: Any, *, copies: bool = True, depth: int = _DEPTH) -> Any:
     is_container = type(value) in _CONTAINERS
     if not depth or not (is_container or type(value) is tuple):
         return _tensor_as_it_is(value, copies=copies)
-    inside = functools.partial(_as_it_is, copies=copies, depth=depth - 1)
+
+    def inside(item: Any) -> Any:
+        return _as_it_is(item, copies=copies, depth=depth - 1)
+
     if isinstance(value, dict):
-        return _Contents(type(value), _maker(value), {key: inside(each) for key, each in value.items()})
-    return _Contents(type(value), _maker(value), [*map(inside, value)]) if is_container else tuple(map(inside, value))
+        found: Any = {key: each if type(each) in _ATOMS else inside(each) for key, each in value.items()}
+    else:
+        found = [each if type(each) in _ATOMS else inside(each) for each in value]
+    return _Contents(type(value), _maker(value), found) if is_container else tuple(found)
 
 
 def _maker(container: Any) -> Callable[[Any], Any]:
@@ -216,7 +222,8 @@ class Surroundings:
             part._parameters for part in parts if getattr(part._parameters, _GATHERS_WHAT_IS_READ, False)
         ]
         inside = chain.from_iterable(map(_inside, values))
-        own = {id(value): _source(value) for value in chain(values, inside, arguments)}
+        every = (value for value in chain(values, inside, arguments) if type(value) not in _ATOMS)
+        own = {id(value): _source(value) for value in every}
         sources = (*SOURCES, *(source for source in (device, *own.values()) if source is not None))
         self._random = [(source, source.read()) for source in sources]
         self._flags = _flags()
@@ -293,7 +300,10 @@ class _Brought:
         is_same_kind = type(now) is value.kind
         if isinstance(value.items, dict):
             there = now if is_same_kind else {}
-            items: Any = {key: self.value(each, there.get(key)) for key, each in value.items.items()}
+            items: Any = {
+                key: each if type(each) in _ATOMS else self.value(each, there.get(key))
+                for key, each in value.items.items()
+            }
         else:
             items = self._each(value.items, now if is_same_kind else ())
         if not is_same_kind:
@@ -308,7 +318,8 @@ class _Brought:
         return now
 
     def _each(self, values: Iterable[Any], now: Iterable[Any]) -> list[Any]:
-        return [self.value(value, there) for value, there in zip(values, chain(now, repeat(None)), strict=False)]
+        pairs = zip(values, chain(now, repeat(None)), strict=False)
+        return [value if type(value) in _ATOMS else self.value(value, there) for value, there in pairs]
 
     def _tensor(self, value: Any) -> Any:
         """A copy of a tensor that was changed in place since."""
