@@ -18,9 +18,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from ds_fuyou.activations.held import SMALL_BYTES, Brought, Held, is_small
 from ds_fuyou.activations.open_hooks import aside_for_transforms
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
-from ds_fuyou.activations.surroundings import SMALL_BYTES, RandomSource, Surroundings
+from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
@@ -93,30 +94,31 @@ def _can_be_saved(leaf: Any) -> bool:
 
 
 class _ChangedBuffers:
-    """Buffers that a module's forward changes, as batch normalisation its statistics: a recomputation starts from what
-    the forward found, and leaves what is there now. Of small buffers every forward keeps a copy, because some change
-    only later (a mean that is followed after a warm-up); which of the large ones change is seen in the first forward.
+    """Large buffers that a module's forward changes, as batch normalisation its statistics: a recomputation starts from
+    what the forward found, and leaves what is there now. Which do is seen in the first forward. Small ones are copied
+    with all that the module holds; those of an odd layout here, in every forward, because some change only later (a
+    mean that is followed after a warm-up).
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self._names: list[str] | None = None
-        self._has_any = any(True for _ in module.buffers())
 
     def before(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Copies by name, to be taken before a forward."""
-        if not self._has_any:
-            return {}
-        return {
-            name: buffer.clone()
-            for name, buffer in module.named_buffers()
-            if _num_bytes(buffer) <= SMALL_BYTES or self._names is None or name in self._names
-        }
+        others = [(name, each) for name, each in module.named_buffers(remove_duplicate=False) if not is_small(each)]
+        wanted = [
+            (name, each)
+            for name, each in others
+            if _num_bytes(each) <= SMALL_BYTES or self._names is None or name in self._names
+        ]
+        copies = {id(each): each.clone() for _, each in wanted}
+        return {name: copies[id(each)] for name, each in wanted}
 
     def after(self, module: nn.Module, before: dict[str, torch.Tensor]) -> None:
         """The forward that ``before`` was taken for has ended: forgets there the large ones that it did not change."""
         if self._names is not None:
             return
-        buffers = dict(module.named_buffers())
+        buffers = dict(module.named_buffers(remove_duplicate=False))
         self._names = [name for name, value in before.items() if not _is_same(value, buffers.get(name))]
         for name in [name for name in before if name not in self._names and _num_bytes(before[name]) > SMALL_BYTES]:
             del before[name]
@@ -135,9 +137,10 @@ def _is_same(before: torch.Tensor, after: torch.Tensor | None) -> bool:
 
 def _set_copies(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """Copies of ``values`` stand for the module's buffers of these names."""
+    copies = {id(value): value.clone() for value in values.values()}
     for name, value in values.items():
         path, _, leaf = name.rpartition(".")
-        module.get_submodule(path)._buffers[leaf] = value.clone()
+        module.get_submodule(path)._buffers[leaf] = copies[id(value)]
 
 
 class RecomputedForward:
@@ -163,7 +166,7 @@ class RecomputedForward:
         self._selection = selection
         self._takeover = takeover
         self._own = module.__dict__.get("forward")  # what accelerate, say, put there
-        self._changed = _ChangedBuffers(module)
+        self._changed = _ChangedBuffers()
         module.forward = self
 
     @torch.compiler.disable
@@ -185,13 +188,15 @@ class RecomputedForward:
 
         saved = self._selection.region() if self._selection is not None else None
         inputs = [leaf for leaf in leaves if _can_be_saved(leaf)]
-        others = [None if _can_be_saved(leaf) else (leaf,) for leaf in leaves]
+        others = Held([{str(place): leaf for place, leaf in enumerate(leaves) if not _can_be_saved(leaf)}])
         found = Surroundings(module, leaves, self._draws)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
 
         def again(came: Iterator[torch.Tensor]) -> Any:
-            values, named = tree_unflatten([next(came) if other is None else other[0] for other in others], tree)
+            (own,) = Brought(others, [{}]).attributes()
+            places = map(str, range(len(leaves)))
+            values, named = tree_unflatten([own[n] if n in own else next(came) for n in places], tree)
             with found.restored():
                 _set_copies(module, buffers)
                 return _recompute_first(forward(*values, **named), saved)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -10,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy
 import pytest
@@ -34,6 +35,11 @@ def inputs(seed: int = 0) -> torch.Tensor:
     return torch.randn(32, WIDTH, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
 
 
+class Pair(NamedTuple):
+    values: list[float]
+    name: str
+
+
 class Block(nn.Module):
     """``how`` gets the block, its input, and what all blocks share in one forward."""
 
@@ -44,6 +50,13 @@ class Block(nn.Module):
         self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
         self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
         self.level = torch.ones(1)
+        self.before, self.current, self.active = [], [0.5], None
+        self.rows = torch.ones(2, WIDTH)
+        self.row = self.rows[1]
+        self.register_buffer("one_name", torch.ones(WIDTH))
+        self.register_buffer("other_name", self.one_name)
+        self.sum, self.own_leaf = None, torch.ones(1, requires_grad=True)
+        self.pair = Pair([0.5], "")
         self.array = numpy.ones(2)
         self.nested = {"losses": ([], 0), "sums": defaultdict(lambda: torch.zeros(1, dtype=torch.float32))}
         self.levels = {"all": self.level, "own": torch.ones(WIDTH)}
@@ -62,7 +75,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(how) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared: dict[str, Any] = {"all": []}
+        shared: dict[str, Any] = {"all": [], "counted": Counter(), "seen": set(), "array": numpy.ones(1)}
         for block in self.blocks:
             x = block(x, shared)
         return x.square().mean() + sum(item.square().mean() for item in shared["all"])
@@ -126,6 +139,38 @@ def changes_tensors_in_place(block: Block, h: torch.Tensor, shared: dict[str, An
     return h + block.levels["all"].clone()
 
 
+def names_again(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """What one attribute names another one named before; one is a view of another; and one is a module."""
+    block.before, block.current = block.current, [*block.current[-1:], float(h.detach().mean())]
+    block.row += 0.5
+    h = h * (1 + sum(block.before) + 0.1 * len(block.current)) + block.rows.clone()[1]
+    block.active = block.up if block.active is block.down else block.down
+    return block.active(h)
+
+
+def past_pytorch(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """State that autograd does not see change, or that has a history, a gradient, two names, or a place in a tuple."""
+    h = h * block.level.clone() + block.one_name.clone()
+    block.level.data.add_(0.5)
+    block.other_name += 0.1
+    if block.sum is not None:
+        block.sum += h.sum() * 1e-3
+    else:
+        block.sum = h.sum() * 1e-3
+    with torch.no_grad():
+        block.own_leaf *= 1.1
+    block.pair.values[0] += 1.0
+    return h * block.sum.clone() * block.own_leaf.clone() * float(block.pair.values[0])
+
+
+def given_and_changed(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    h = h * (1 + shared["counted"]["blocks"]) * (1 + len(shared["seen"])) * float(shared["array"][0])
+    shared["counted"].update(blocks=1)
+    shared["seen"].add(len(shared["seen"]))
+    shared["array"][0] += 0.1
+    return h
+
+
 def in_training(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     return F.dropout(h, 0.3, block.training) * (1.0 if block.training else 0.5)
 
@@ -142,6 +187,8 @@ def multiplies_sparsely(block: Block, h: torch.Tensor, shared: dict[str, Any]) -
 
 def step(model: nn.Module) -> None:
     """Two segments, and what scripts do between forward and backward."""
+    for block in model.blocks:
+        block.sum = None
     random.seed(0)
     numpy.random.seed(0)
     OF_DEVICE.manual_seed(0)
@@ -175,6 +222,7 @@ def state(model: nn.Module) -> list[Any]:
             block.levels["all"] is block.level,
             block.levels["own"].tolist(),
         ]
+        found += [block.before, block.current, block.row.tolist(), block.pair.values, block.own_leaf.tolist()]
         found += [dict(block.counted), block.generators[0].get_state().tolist()]
     return found
 
@@ -189,6 +237,9 @@ def state(model: nn.Module) -> list[Any]:
         asks_a_friend,
         keeps_in_containers,
         changes_tensors_in_place,
+        names_again,
+        past_pytorch,
+        given_and_changed,
         in_training,
         by_defaults,
         multiplies_sparsely,
@@ -206,6 +257,26 @@ def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path
             expected, then = gradients(reference, step), state(reference)
             assert all(torch.equal(a, b) for a, b in zip(expected, gradients(model, step), strict=True))
             assert state(model) == then
+
+
+def test_frozen_in_the_forward_alone(tmp_path: Path) -> None:
+    def step(model: nn.Module) -> None:
+        model.blocks[1].up.requires_grad_(False)
+        loss = model(inputs())
+        model.blocks[1].up.requires_grad_(True)
+        model.blocks[2].down.requires_grad_(False)
+        loss.backward()
+        model.blocks[2].down.requires_grad_(True)
+
+    torch.manual_seed(0)
+    model = Model(in_training).train()
+    expected = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({f"blocks.{i}": BlockFate(Fate.SWAP, {}) for i in range(3)} | AROUND)
+        found = gradients(model, step)
+    assert [each is None for each in expected] == [each is None for each in found]
+    assert all(one is None or torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert all(param.requires_grad for param in model.parameters())
 
 
 class Hooked(Model):

@@ -7,6 +7,7 @@ that is left out.
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -177,8 +178,52 @@ class Wide(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.linear(x.float(), self.inner.weight.float(), self.inner.bias.float())
-        spectrum = torch.fft.rfft(hidden, dim=-1) * torch.complex(*self.filter.float().unbind(-1))
+        spectrum = torch.fft.rfft(hidden, dim=-1) * torch.view_as_complex(self.filter.float())
         return x + torch.fft.irfft(spectrum, n=WIDTH, dim=-1).to(x.dtype)
+
+
+class Remembering(nn.Module):
+    """What training forwards leave behind is used by the next: queues, counters, and plain tensors changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.last: deque[torch.Tensor] = deque(maxlen=2)
+        self.counts: dict[str, Counter[str]] = {"forwards": Counter()}
+        self.total = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x) * (1 + 0.1 * self.counts["forwards"]["all"] % 1) + sum(self.last)
+        if torch.is_grad_enabled():
+            self.counts["forwards"]["all"] += 1
+            self.last.append(hidden.detach().tanh().mean((0, 1)))
+            self.total += 0.25
+        return x + hidden * float(self.total.cos())
+
+
+class _Draws(torch.autograd.Function):
+    """Completes its output in place, by what it draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kept = (x * weight).bernoulli_(0.8)
+        ctx.save_for_backward(kept, weight)
+        return x * weight * kept
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept, weight = ctx.saved_tensors
+        return gradient * kept * weight, (gradient * kept).flatten(0, -2).sum(0)
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(_Draws.apply(self.inner(x), self.weight), 0.1, self.training)
 
 
 class Hooked(Mlp):
@@ -221,7 +266,7 @@ class Gates(nn.Module):
 
 _KINDS: Sequence[Callable[[], nn.Module]] = (
     *(Mlp, Dropped, Attention, Recurrent, InPlace, Views, Custom, Checkpointed),
-    *(Statistics, Wide, Hooked, Repeated, Gates),
+    *(Statistics, Wide, Hooked, Repeated, Gates, Remembering, Drawing),
 )
 KINDS = {kind.__name__.lower(): kind for kind in _KINDS}  # type: ignore[attr-defined]
 

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules hold when a forward begins, taken so that it can be brought back: attributes, and what is inside.
+
+Containers of the standard library are looked into, and brought back as the same objects where the modules still have
+them, for others may know these; what two attributes name is one object again. Small tensors and arrays may be changed
+in place, past PyTorch's counting too, so there are copies of them: of whole storages, for one may be a view of another.
+Everything else is kept as it is, and not looked into. Nothing that is taken keeps a graph: it may be part of one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from ds_fuyou.activations.views import ByteRange, ViewSpec, byte_view, is_movable
+
+__all__ = ["OF_STREAMS", "SMALL_BYTES", "Brought", "Held", "fill", "is_small"]
+
+SMALL_BYTES = 64 * 1024
+"""Of a tensor, with its storage, or an array, that is copied in every forward."""
+OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
+"""These stay where they were made since: second ones would give memory that the first ones' tensors still read."""
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_ATOMS = frozenset({type(None), bool, int, float, str})  # there may be many
+_DEPTH = 20  # containers within one another
+
+
+class _Tensor(NamedTuple):
+    """Of a small storage, by its address then."""
+
+    storage: int
+    view: ViewSpec
+    needs_gradient: bool
+    is_leaf: bool
+
+
+class _Array(NamedTuple):
+    address: int
+    copy: Any
+
+
+class _Tuple(NamedTuple):
+    make: Callable[[Iterable[Any]], Any]
+    items: list[Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Container:
+    """``make``: another one of the kind, with these items. The container itself may come to hold what keeps a graph."""
+
+    address: int
+    kind: Any
+    make: Callable[[Iterable[Any]], Any]
+    items: Any = ()
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is copied with what holds it."""
+    return (
+        type(tensor) is torch.Tensor
+        and is_movable(tensor, tensor.device)
+        and not tensor.is_inference()
+        and tensor.untyped_storage().nbytes() <= SMALL_BYTES
+    )
+
+
+class Held:
+    """``states``: of each module the attributes that matter, now. ``others``: what they hold, at any depth, that is
+    neither looked into nor copied.
+    """
+
+    def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
+        self.others: list[Any] = []
+        self.storages: dict[int, torch.Tensor] = {}
+        self._known: dict[int, _Container] = {}
+        self.attributes = [{name: self._take(each, _DEPTH) for name, each in state.items()} for state in states]
+        self._known.clear()
+
+    def _take(self, value: Any, depth: int) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._taken(value)
+        if kind is numpy.ndarray or kind is bytearray:
+            return _Array(id(value), value.copy()) if _is_small_array(value) else value
+        if depth and kind in _CONTAINERS:
+            return self._contents(value, depth)
+        if depth and isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):
+            items = [self._take(each, depth - 1) for each in value]
+            is_same = all(one is other for one, other in zip(items, value, strict=True))
+            return value if is_same else _Tuple(tuple if kind is tuple else kind._make, items)
+        self.others.append(value)
+        return value
+
+    def _contents(self, value: Any, depth: int) -> _Container:
+        found = self._known.get(id(value))
+        if found is None:
+            found = self._known[id(value)] = _Container(id(value), type(value), _maker(value))
+            if isinstance(value, dict):
+                found.items = {
+                    key: each if type(each) in _ATOMS else self._take(each, depth - 1) for key, each in value.items()
+                }
+            else:
+                found.items = [each if type(each) in _ATOMS else self._take(each, depth - 1) for each in value]
+        return found
+
+    def _taken(self, value: torch.Tensor) -> Any:
+        if is_small(value):
+            storage = value.untyped_storage()
+            if storage._cdata not in self.storages:
+                self.storages[storage._cdata] = byte_view(value.detach(), ByteRange(0, storage.nbytes())).clone()
+            return _Tensor(storage._cdata, ViewSpec.of(value), value.requires_grad, value.is_leaf)
+        return value if value.grad_fn is None else value.detach().requires_grad_()
+
+
+def _is_small_array(array: Any) -> bool:
+    if isinstance(array, bytearray):
+        return len(array) <= SMALL_BYTES
+    return bool(array.nbytes <= SMALL_BYTES) and not array.dtype.hasobject
+
+
+def _maker(container: Any) -> Callable[[Iterable[Any]], Any]:
+    if isinstance(container, deque):
+        return functools.partial(deque, maxlen=container.maxlen)
+    if isinstance(container, defaultdict):
+        return functools.partial(defaultdict, container.default_factory)
+    made: Callable[[Iterable[Any]], Any] = type(container)
+    return made
+
+
+class Brought:
+    """``held`` once more; ``states``: what the same modules hold now. Containers among that are filled with what they
+    held, until :meth:`undo`: each is one object, and noted once.
+    """
+
+    def __init__(self, held: Held, states: Sequence[Mapping[str, Any]]) -> None:
+        self._held, self._states = held, states
+        self._there: dict[int, Any] = {id(container): container for container in _containers(states)}
+        self._made: dict[int, Any] = {}
+        self._found: list[tuple[Any, Any]] = []
+        self._copies: dict[int, Any] = {}
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """Of each module."""
+        return [
+            {name: self._bring(each, now.get(name)) for name, each in then.items()}
+            for then, now in zip(self._held.attributes, self._states, strict=True)
+        ]
+
+    def undo(self) -> None:
+        for container, items in self._found:
+            fill(container, items)
+
+    def _bring(self, value: Any, now: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is _Tensor:
+            return self._tensor(value)
+        if kind is _Array:
+            return self._copies.setdefault(value.address, value.copy.copy())
+        if kind is _Container:
+            return self._container(value)
+        if kind is _Tuple:
+            return value.make(_with_streams(self._each(value.items, now), now))
+        return tuple(_with_streams(value, now)) if kind is type(now) is tuple else value
+
+    def _each(self, values: Iterable[Any], now: Any) -> list[Any]:
+        places = zip(values, chain(now if isinstance(now, (tuple, list, deque)) else (), repeat(None)), strict=False)
+        return [value if type(value) in _ATOMS else self._bring(value, there) for value, there in places]
+
+    def _container(self, value: _Container) -> Any:
+        if id(value) in self._made:
+            return self._made[id(value)]
+        now = self._there.get(value.address)
+        is_there = type(now) is value.kind
+        found: Any = now if is_there else value.make(())
+        self._made[id(value)] = found  # it may lie in itself
+        if isinstance(value.items, dict):
+            items: Any = {
+                key: each if type(each) in _ATOMS else self._bring(each, found.get(key))
+                for key, each in value.items.items()
+            }
+            items |= {key: each for key, each in found.items() if isinstance(each, OF_STREAMS)}
+        elif isinstance(found, set):
+            items = [*self._each(value.items, ()), *(each for each in found if isinstance(each, OF_STREAMS))]
+        else:
+            items = _with_streams(self._each(value.items, found), [*found])
+        if is_there:
+            self._found.append((found, found.copy()))
+        fill(found, items)
+        return found
+
+    def _tensor(self, value: _Tensor) -> torch.Tensor:
+        if value.storage not in self._copies:
+            self._copies[value.storage] = self._held.storages[value.storage].clone()
+        found = value.view.over(self._copies[value.storage], 0)
+        if value.needs_gradient:
+            found.requires_grad_()
+        return found if value.is_leaf else found.clone()  # which may be changed in place, as what had a history
+
+
+def _containers(states: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+    """All that are reached, each once."""
+    seen: set[int] = set()
+    left: list[Any] = [each for state in states for each in state.values()]
+    while left:
+        value = left.pop()
+        if type(value) in _CONTAINERS:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield value
+        elif not isinstance(value, tuple):
+            continue
+        inside = value.values() if isinstance(value, dict) else value
+        left.extend(each for each in inside if type(each) in _CONTAINERS or isinstance(each, tuple))
+
+
+def _is_filled(container: Any, items: Any) -> bool:
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict):
+        pairs = zip(container.items(), items.items(), strict=True)
+        return all(key is other and one is two for (key, one), (other, two) in pairs)
+    if isinstance(container, set):
+        return all(each in container for each in items)
+    return all(one is other for one, other in zip(container, items, strict=True))
+
+
+def fill(container: Any, items: Any) -> None:
+    """It stays the same object: others know it, and what was compiled does."""
+    if _is_filled(container, items):
+        return
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(items)
+    else:
+        container.update(items)
+
+
+def _with_streams(then: Sequence[Any], now: Any) -> list[Any]:
+    """What was there, place by place, but for streams, and those that came behind it."""
+    there = now if isinstance(now, (tuple, list)) else ()
+    places = [each if isinstance(each, OF_STREAMS) else was for was, each in zip(then, there, strict=False)]
+    return [*places, *then[len(there) :], *(each for each in there[len(then) :] if isinstance(each, OF_STREAMS))]
