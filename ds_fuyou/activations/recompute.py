@@ -9,7 +9,7 @@ import copy
 import logging
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -57,15 +57,20 @@ class _RecomputeFirst(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _recompute_first(output: Any, saved: RegionOutputs | None) -> Any:
+def _recompute_first(output: Any, saved: RegionOutputs | None, given: Mapping[int, int]) -> Any:
     """``output`` with all of its tensors marked, also those in objects that PyTorch's trees do not know: dataclasses
-    and other plain objects, subclasses of dict.
+    and other plain objects, subclasses of dict. What is one tensor stays one, for the caller may change it in place;
+    what was ``given``, see :func:`_versions`, and is handed back as it was, stays itself.
     """
     token = torch.empty(1)
+    marked: dict[int, torch.Tensor] = {}
 
     def mark(value: Any) -> Any:
-        wanted = isinstance(value, torch.Tensor) and value.requires_grad
-        return _RecomputeFirst.apply(value, token, saved) if wanted else value
+        if not (isinstance(value, torch.Tensor) and value.requires_grad) or given.get(id(value)) == value._version:
+            return value
+        if id(value) not in marked:
+            marked[id(value)] = _RecomputeFirst.apply(value, token, saved)
+        return marked[id(value)]
 
     def mark_all(value: Any) -> Any:
         held = dict(_held_by(value))
@@ -76,6 +81,11 @@ def _recompute_first(output: Any, saved: RegionOutputs | None) -> Any:
         return copied
 
     return tree_map(mark_all, output)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """How often each was changed in place, by its identity."""
+    return {id(tensor): tensor._version for tensor in tensors}
 
 
 def _held_by(value: Any) -> dict[str, Any]:
@@ -193,20 +203,22 @@ class RecomputedForward:
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
 
-        def again(came: Iterator[torch.Tensor]) -> Any:
+        def again(tensors: Sequence[torch.Tensor]) -> Any:
+            came, handed = iter(tensors), _versions(tensors)
             (own,) = Brought(others, [{}]).attributes()
             places = map(str, range(len(leaves)))
             values, named = tree_unflatten([own[n] if n in own else next(came) for n in places], tree)
             with found.restored():
                 _set_copies(module, buffers)
-                return _recompute_first(forward(*values, **named), saved)
+                return _recompute_first(forward(*values, **named), saved, handed)
 
         def region(*tensors: torch.Tensor) -> Any:
             with self._takeover.region(), aside_for_transforms():
                 if not given:
-                    return again(iter(tensors))
+                    return again(tensors)
                 values, named = given.pop()
-                output = _recompute_first(forward(*values, **named), saved)
+                handed = _versions(inputs)
+                output = _recompute_first(forward(*values, **named), saved, handed)
             self._changed.after(module, buffers)
             found.forward_ended()
             return output

@@ -357,7 +357,8 @@ def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int)
     """Two chunks in flight, gradient buffers, and two of the largest parameter where some are on storage."""
     if not _is_stored(residency):
         return 0
-    chunk = int(chunk_bytes // 4 * given.layout.bytes_each) + chunk_bytes
+    numel = min(chunk_bytes // 4, given.numel)
+    chunk = int(numel * given.layout.bytes_each) + 4 * numel
     in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
     return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
 

@@ -284,6 +284,48 @@ class InPlaceBlock(nn.Module):
         return self.down(hidden)
 
 
+class HandingBack(nn.Module):
+    """Hands back what it was given, and one output twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = self.up(x.tanh())
+        return x, hidden, hidden
+
+
+class Changing(nn.Module):
+    """Changes in place what blocks hand out, and uses it by its other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.blocks = nn.Linear(48, 48), nn.ModuleList(HandingBack() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x) + 0.0
+        for block in self.blocks:
+            _, first, second = block(x)
+            first *= 2.0  # which is the second, too
+            x = x + second.sin()
+        handed, _, _ = self.blocks[0](x)
+        handed *= 1.5  # which is x
+        return x.sin().square().mean()
+
+
+@pytest.mark.parametrize("fate", [Fate.RECOMPUTE, Fate.KEEP])
+def test_what_a_block_hands_back_is_what_it_was_given(fate: Fate, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Changing().train()
+    expected = gradients(copy.deepcopy(model), train_in_place)
+    calls = calls_of(model, train_in_place)
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        fates = {f"blocks.{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
+        swapped.session.decide(fates | AROUND)
+        assert agrees(swapped, train_in_place, expected)
+
+
 class InPlaceModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -60,6 +60,12 @@ def test_a_budget_that_was_meant_in_other_units_is_told_in_bytes() -> None:
         decided(USUAL, given)
 
 
+def test_no_chunk_is_larger_than_the_model() -> None:
+    """In the memory that two in flight take."""
+    given, stored = replace(GIVEN, numel=100_000, largest_param_numel=1_000), Residency(0.0, 0.0, 0.0)
+    assert minimum_lane_bytes(given, stored, 8 * GIB) == minimum_lane_bytes(given, stored, 4 * given.numel)
+
+
 @pytest.mark.parametrize("bound", BOUNDS)
 @pytest.mark.parametrize("accumulation", [1, 8])
 @pytest.mark.parametrize("gib", [2, 5, 9, 13, 30])
