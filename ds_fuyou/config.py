@@ -111,6 +111,8 @@ def _parse_chunk(value: object) -> int:
     num_bytes = parse_bytes(value)
     if num_bytes > _MOST_CHUNK_BYTES:
         raise ValueError("must be 8 GiB at most; a few MiB are enough, and leaving it out has them planned")
+    if num_bytes < PAGE_BYTES:
+        raise ValueError(f"must be at least {PAGE_BYTES} bytes; leaving it out has it planned")
     return num_bytes
 
 
@@ -276,7 +278,7 @@ class ResidentShares(_Settings):
 class PlanOverrides(_Settings):
     """Single values of the plan, set by hand; each one not given is planned."""
 
-    chunk_bytes: ChunkBytes | None = Field(None, description="Largest P32 of one chunk, in bytes, 8 GiB at most.")
+    chunk_bytes: ChunkBytes | None = Field(None, description="Largest P32 of one chunk, in bytes, 4096 to 8 GiB.")
     staging_bytes: ByteCount | None = Field(None, description="Host memory for chunks in flight, in bytes.")
     prefetch_bytes: ByteCount | None = Field(
         None, description="P16 read ahead of its use or kept for the next, in bytes."

@@ -9,12 +9,14 @@ input, or under autocast of a weight, is summed in another order.)
 
 ``torch.utils.checkpoint.checkpoint`` looks up what does its work by name in its module at every call, so replacing two
 names there reaches every caller, however it imported the function. They are replaced while a swapped forward runs, for
-the thread that runs it, and are torch's own at any other time. Forwards of several engines over one model, or in
-several threads, begin and end in any order: who stands for a name is one for all of them.
+the thread that runs it, and are torch's own at any other time. So is an operator that has its noise saved before it is
+drawn, ``torch.rrelu``: of PyTorch's own none else that saves what it changes needs it in backward. Forwards of several
+engines over one model, or in several threads, begin and end in any order: who stands for a name is one for all of them.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import torch
 import torch.utils.checkpoint
 
 from ds_fuyou.log import log_once
@@ -30,7 +33,7 @@ __all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint"]
 
 
 class TakeoverPoint:
-    """A name that a checkpoint function looks up in its module at every call, and what to call a region by instead.
+    """A name that is looked up in its module at every call, as a checkpoint function is, and what is called instead.
 
     ``replace`` gets the point and the original, for which it stands while anybody takes checkpoints over.
     """
@@ -96,7 +99,29 @@ def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Gene
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _SINCE_2_14 = f"{_GENERATOR}_impl"  # the other name is for others' calls since then
 
+
+def _keeping(point: TakeoverPoint, original: Any) -> Callable[..., Any]:
+    """Stands for an operator that has autograd save memory which it fills afterwards: what is moved when it is saved
+    would be what stood there before. It stays.
+    """
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself):
+            return original(*args, **kwargs)
+
+    return instead
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 TORCH_POINTS = (
+    TakeoverPoint(torch, "rrelu", _keeping),
+    TakeoverPoint(torch, "rrelu_", _keeping),
     TakeoverPoint(torch.utils.checkpoint, "CheckpointFunction", _DirectFunction),
     TakeoverPoint(
         torch.utils.checkpoint,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.activations.support import MIB, Plain, must_agree
 
@@ -84,6 +85,25 @@ class Cells(nn.Module):
 def test_gates_of_recurrent_cells(arena_bytes: int, tmp_path: Path) -> None:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     must_agree(Cells(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
+
+
+class Random(nn.Module):
+    """Its noise is saved before it is drawn."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.up, self.down, self.random = nn.Linear(width, width), nn.Linear(width, width), nn.RReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.random(self.down(F.rrelu(self.up(x), training=True))).square().mean()
+
+
+@pytest.mark.parametrize("arena_bytes", [SMALL, 16 * MIB])
+def test_what_is_saved_before_it_is_made(arena_bytes: int, tmp_path: Path) -> None:
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    before = torch.rrelu, torch.rrelu_
+    must_agree(Random(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
+    assert (torch.rrelu, torch.rrelu_) == before
 
 
 class Rotations(nn.Module):

@@ -99,6 +99,7 @@ for _ in range(100_000):
         ({"plan": {"block_bytes": 512}}, r"fuyou\.plan\.block_bytes: must be a multiple of 4096, 1 GiB at most"),
         ({"plan": {"block_bytes": 2**31}}, r"fuyou\.plan\.block_bytes: must be a multiple of 4096, 1 GiB at most"),
         ({"plan": {"num_threads": 2**31}}, r"fuyou\.plan\.num_threads: must be less than or equal to 4096"),
+        ({"plan": {"chunk_bytes": 4095}}, r"fuyou\.plan\.chunk_bytes: must be at least 4096 bytes"),
         ({"plan": {"chunk_bytes": 10**30}}, r"fuyou\.plan\.chunk_bytes: must be below 4 EiB"),
         ({"plan": {"chunk_bytes": 2**33 + 1}}, r"fuyou\.plan\.chunk_bytes: must be 8 GiB at most; .* leaving it out"),
         ({"plan": {"chunk_bytes": "16GiB"}}, r"fuyou\.plan\.chunk_bytes: must be 8 GiB at most; .* found '16GiB'"),
