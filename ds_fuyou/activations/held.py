@@ -32,18 +32,31 @@ _ATOMS = frozenset({type(None), bool, int, float, str})  # there may be many
 _DEPTH = 20  # containers within one another
 
 
-class _Tensor(NamedTuple):
-    """Of a small storage, by its address then."""
+@dataclass(slots=True, eq=False)
+class _Tensor:
+    """Of a small storage, by its address then. ``base``: what PyTorch knows it to be a view of."""
 
     storage: int
     view: ViewSpec
     needs_gradient: bool
     is_leaf: bool
+    attributes: dict[str, Any]
+    base: _Tensor | None
 
 
 class _Array(NamedTuple):
+    """A view of an array that owns its memory, by the address of that, or all of it."""
+
+    owner: int
+    dtype: Any
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+class _Bytes(NamedTuple):
     address: int
-    copy: Any
+    copy: bytearray
 
 
 class _Tuple(NamedTuple):
@@ -63,12 +76,22 @@ class _Container:
 
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether it is copied with what holds it."""
-    return (
-        type(tensor) is torch.Tensor
-        and is_movable(tensor, tensor.device)
-        and not tensor.is_inference()
-        and tensor.untyped_storage().nbytes() <= SMALL_BYTES
-    )
+    if type(tensor) is not torch.Tensor or not is_movable(tensor, tensor.device) or tensor.is_inference():
+        return False
+    there = tensor.untyped_storage().nbytes()
+    return ViewSpec.of(tensor).bytes().end <= there <= SMALL_BYTES  # else the script has freed it
+
+
+class _Made(torch.autograd.Function):
+    """The same memory as what has a history: it may be changed in place, a leaf may not."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
 
 
 class Held:
@@ -79,7 +102,8 @@ class Held:
     def __init__(self, states: Iterable[Mapping[str, Any]]) -> None:
         self.others: list[Any] = []
         self.storages: dict[int, torch.Tensor] = {}
-        self._known: dict[int, _Container] = {}
+        self.arrays: dict[int, Any] = {}
+        self._known: dict[int, Any] = {}
         self.attributes = [{name: self._take(each, _DEPTH) for name, each in state.items()} for state in states]
         self._known.clear()
 
@@ -89,8 +113,10 @@ class Held:
             return value
         if isinstance(value, torch.Tensor):
             return self._taken(value)
-        if kind is numpy.ndarray or kind is bytearray:
-            return _Array(id(value), value.copy()) if _is_small_array(value) else value
+        if kind is numpy.ndarray:
+            return self._array(value)
+        if kind is bytearray:
+            return _Bytes(id(value), value[:]) if len(value) <= SMALL_BYTES else value
         if depth and kind in _CONTAINERS:
             return self._contents(value, depth)
         if depth and isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):
@@ -101,7 +127,7 @@ class Held:
         return value
 
     def _contents(self, value: Any, depth: int) -> _Container:
-        found = self._known.get(id(value))
+        found: _Container | None = self._known.get(id(value))
         if found is None:
             found = self._known[id(value)] = _Container(id(value), type(value), _maker(value))
             if isinstance(value, dict):
@@ -113,18 +139,34 @@ class Held:
         return found
 
     def _taken(self, value: torch.Tensor) -> Any:
-        if is_small(value):
-            storage = value.untyped_storage()
+        if not is_small(value):
+            return value if value.grad_fn is None else value.detach().requires_grad_()
+        if id(value) not in self._known:
+            storage, base = value.untyped_storage(), value._base
             if storage._cdata not in self.storages:
                 self.storages[storage._cdata] = byte_view(value.detach(), ByteRange(0, storage.nbytes())).clone()
-            return _Tensor(storage._cdata, ViewSpec.of(value), value.requires_grad, value.is_leaf)
-        return value if value.grad_fn is None else value.detach().requires_grad_()
+            is_view = base is not None and is_small(base)
+            is_view = is_view and (base.dtype, base.requires_grad) == (value.dtype, value.requires_grad)
+            self._known[id(value)] = _Tensor(
+                storage._cdata,
+                ViewSpec.of(value),
+                value.requires_grad,
+                value.is_leaf,
+                dict(vars(value)),
+                self._taken(base) if is_view and base is not None else None,
+            )
+        return self._known[id(value)]
 
-
-def _is_small_array(array: Any) -> bool:
-    if isinstance(array, bytearray):
-        return len(array) <= SMALL_BYTES
-    return bool(array.nbytes <= SMALL_BYTES) and not array.dtype.hasobject
+    def _array(self, value: Any) -> Any:
+        owner = value
+        while type(owner.base) is numpy.ndarray:
+            owner = owner.base
+        if owner.base is not None or not 0 < owner.nbytes <= SMALL_BYTES or owner.dtype.hasobject:
+            return value
+        if id(owner) not in self.arrays:
+            self.arrays[id(owner)] = owner.ravel(order="K").view(numpy.uint8).copy()
+        first, begin = (each.__array_interface__["data"][0] for each in (value, owner))
+        return _Array(id(owner), value.dtype, value.shape, first - begin, value.strides)
 
 
 def _maker(container: Any) -> Callable[[Iterable[Any]], Any]:
@@ -147,6 +189,7 @@ class Brought:
         self._made: dict[int, Any] = {}
         self._found: list[tuple[Any, Any]] = []
         self._copies: dict[int, Any] = {}
+        self._arrays: dict[int, Any] = {}
 
     def attributes(self) -> list[dict[str, Any]]:
         """Of each module."""
@@ -166,7 +209,9 @@ class Brought:
         if kind is _Tensor:
             return self._tensor(value)
         if kind is _Array:
-            return self._copies.setdefault(value.address, value.copy.copy())
+            return self._array(value)
+        if kind is _Bytes:
+            return self._copies.setdefault(value.address, value.copy[:])
         if kind is _Container:
             return self._container(value)
         if kind is _Tuple:
@@ -200,12 +245,30 @@ class Brought:
         return found
 
     def _tensor(self, value: _Tensor) -> torch.Tensor:
+        found: torch.Tensor | None = self._made.get(id(value))
+        if found is None:
+            _, size, stride, offset = value.view
+            if value.base is not None:
+                found = self._tensor(value.base).as_strided(size, stride, offset // value.view.dtype.itemsize)
+            else:
+                found = self._own(value)
+            vars(found).update(value.attributes)
+            self._made[id(value)] = found
+        return found
+
+    def _own(self, value: _Tensor) -> torch.Tensor:
         if value.storage not in self._copies:
             self._copies[value.storage] = self._held.storages[value.storage].clone()
         found = value.view.over(self._copies[value.storage], 0)
         if value.needs_gradient:
             found.requires_grad_()
-        return found if value.is_leaf else found.clone()  # which may be changed in place, as what had a history
+        made: torch.Tensor = found if value.is_leaf else _Made.apply(found)
+        return made
+
+    def _array(self, value: _Array) -> Any:
+        if value.owner not in self._arrays:
+            self._arrays[value.owner] = self._held.arrays[value.owner].copy()
+        return numpy.ndarray(value.shape, value.dtype, self._arrays[value.owner], value.offset, value.strides)
 
 
 def _containers(states: Iterable[Mapping[str, Any]]) -> Iterator[Any]:

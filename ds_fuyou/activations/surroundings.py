@@ -154,14 +154,16 @@ class Surroundings:
     @contextmanager
     def _trains(self) -> Iterator[None]:
         """Gradients for the same parameters."""
-        others = [(param, then) for param, then in self._trained if param.requires_grad is not then]
-        for param, then in others:
-            param.requires_grad_(then)
+        now = [(param, param.requires_grad) for param, _ in self._trained]
+        for param, then in self._trained:
+            if param.requires_grad is not then:
+                param.requires_grad_(then)
         try:
             yield
         finally:
-            for param, then in others:
-                param.requires_grad_(not then)
+            for param, trains in now:
+                if param.requires_grad is not trains:
+                    param.requires_grad_(trains)
 
     @contextmanager
     def _gathers(self) -> Iterator[None]:
@@ -190,7 +192,7 @@ class Surroundings:
             with self._has_hooks(), self._trains(), self._gathers():
                 yield
         finally:
-            _set_flags(flags, self._flags)
+            _set_flags(flags, _flags())
             for source, state in states:
                 source.write(state)
             for part, attributes in zip(self._parts, now, strict=True):
