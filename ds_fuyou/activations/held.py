@@ -27,7 +27,7 @@ SMALL_BYTES = 64 * 1024
 """Of a tensor, with its storage, or an array, that is copied in every forward."""
 OF_STREAMS = (torch.Stream, torch.Event, torch.cuda.Stream, torch.cuda.Event, torch.xpu.Stream, torch.xpu.Event)
 """These stay where they were made since: second ones would give memory that the first ones' tensors still read."""
-_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque})
 _ATOMS = frozenset({type(None), bool, int, float, str})  # there may be many
 _DEPTH = 20  # containers within one another
 
@@ -54,9 +54,11 @@ class _Array(NamedTuple):
     strides: tuple[int, ...]
 
 
-class _Bytes(NamedTuple):
+class _Copied(NamedTuple):
+    """Bytes, or a set, which filled again would have another order: the one that is there is not touched."""
+
     address: int
-    copy: bytearray
+    copy: Any
 
 
 class _Tuple(NamedTuple):
@@ -115,8 +117,8 @@ class Held:
             return self._taken(value)
         if kind is numpy.ndarray:
             return self._array(value)
-        if kind is bytearray:
-            return _Bytes(id(value), value[:]) if len(value) <= SMALL_BYTES else value
+        if kind is set or (kind is bytearray and len(value) <= SMALL_BYTES):
+            return _Copied(id(value), value.copy())
         if depth and kind in _CONTAINERS:
             return self._contents(value, depth)
         if depth and isinstance(value, tuple) and (kind is tuple or hasattr(kind, "_make")):
@@ -210,13 +212,20 @@ class Brought:
             return self._tensor(value)
         if kind is _Array:
             return self._array(value)
-        if kind is _Bytes:
-            return self._copies.setdefault(value.address, value.copy[:])
+        if kind is _Copied:
+            return self._copied(value, now)
         if kind is _Container:
             return self._container(value)
         if kind is _Tuple:
             return value.make(_with_streams(self._each(value.items, now), now))
         return tuple(_with_streams(value, now)) if kind is type(now) is tuple else value
+
+    def _copied(self, value: _Copied, now: Any) -> Any:
+        if value.address not in self._copies:
+            found = self._copies[value.address] = value.copy.copy()
+            if isinstance(found, set) and isinstance(now, set):
+                found.update(each for each in now if isinstance(each, OF_STREAMS))
+        return self._copies[value.address]
 
     def _each(self, values: Iterable[Any], now: Any) -> list[Any]:
         places = zip(values, chain(now if isinstance(now, (tuple, list, deque)) else (), repeat(None)), strict=False)
@@ -235,8 +244,6 @@ class Brought:
                 for key, each in value.items.items()
             }
             items |= {key: each for key, each in found.items() if isinstance(each, OF_STREAMS)}
-        elif isinstance(found, set):
-            items = [*self._each(value.items, ()), *(each for each in found if isinstance(each, OF_STREAMS))]
         else:
             items = _with_streams(self._each(value.items, found), [*found])
         if is_there:
@@ -294,8 +301,6 @@ def _is_filled(container: Any, items: Any) -> bool:
     if isinstance(container, dict):
         pairs = zip(container.items(), items.items(), strict=True)
         return all(key is other and one is two for (key, one), (other, two) in pairs)
-    if isinstance(container, set):
-        return all(each in container for each in items)
     return all(one is other for one, other in zip(container, items, strict=True))
 
 
