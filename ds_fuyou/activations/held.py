@@ -4,7 +4,8 @@
 Containers of the standard library are looked into, and brought back as the same objects where the modules still have
 them, for others may know these; what two attributes name is one object again. Small tensors and arrays may be changed
 in place, past PyTorch's counting too, so there are copies of them: of whole storages, for one may be a view of another.
-Everything else is kept as it is, and not looked into. Nothing that is taken keeps a graph: it may be part of one.
+Everything else is kept as it is, and not looked into. Nothing that is taken keeps a graph (it may be part of one), but
+for what such objects hold.
 """
 
 from __future__ import annotations

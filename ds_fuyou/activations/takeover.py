@@ -109,13 +109,23 @@ def _keeping(point: TakeoverPoint, original: Any) -> Callable[..., Any]:
     def instead(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _itself):
+        with torch.autograd.graph.saved_tensors_hooks(_kept, _intact):
             return original(*args, **kwargs)
 
     return instead
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
+def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return tensor.detach(), tensor._version
+
+
+def _intact(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
+    tensor, version = kept
+    if tensor._version != version:  # which hooks on saved tensors have PyTorch not look at
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} that rrelu has saved"
+        )
     return tensor
 
 

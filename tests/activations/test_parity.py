@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.activations.support import MIB, Plain, must_agree
+from tests.activations.support import MIB, Plain, attached, must_agree
 
 SMALL = 256 * 1024  # an arena below what a forward saves: everything goes to storage and comes back
 
@@ -104,6 +104,21 @@ def test_what_is_saved_before_it_is_made(arena_bytes: int, tmp_path: Path) -> No
     before = torch.rrelu, torch.rrelu_
     must_agree(Random(), lambda model: model(x).backward(), tmp_path, arena_bytes=arena_bytes)
     assert (torch.rrelu, torch.rrelu_) == before
+
+
+class Spoilt(Random):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        made = F.rrelu(hidden, training=True)
+        hidden += 1.0
+        return made.sum()
+
+
+def test_what_is_saved_before_it_is_made_is_not_changed_later(tmp_path: Path) -> None:
+    with attached(Spoilt(), tmp_path) as swapped:
+        loss = swapped.model(torch.randn(512, 64))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor"):
+            loss.backward()
 
 
 class Rotations(nn.Module):
