@@ -148,15 +148,17 @@ class Held:
             storage, base = value.untyped_storage(), value._base
             if storage._cdata not in self.storages:
                 self.storages[storage._cdata] = byte_view(value.detach(), ByteRange(0, storage.nbytes())).clone()
-            is_view = base is not None and is_small(base)
-            is_view = is_view and (base.dtype, base.requires_grad) == (value.dtype, value.requires_grad)
+            if base is not None and (
+                not is_small(base) or (base.dtype, base.requires_grad) != (value.dtype, value.requires_grad)
+            ):
+                base = None
             self._known[id(value)] = _Tensor(
                 storage._cdata,
                 ViewSpec.of(value),
                 value.requires_grad,
                 value.is_leaf,
                 dict(vars(value)),
-                self._taken(base) if is_view and base is not None else None,
+                None if base is None else self._taken(base),
             )
         return self._known[id(value)]
 

@@ -11,6 +11,7 @@ import types
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -115,11 +116,10 @@ class _ChangedBuffers:
 
     def before(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Copies by name, to be taken before a forward."""
-        others = [(name, each) for name, each in module.named_buffers(remove_duplicate=False) if not is_small(each)]
         wanted = [
             (name, each)
-            for name, each in others
-            if _num_bytes(each) <= SMALL_BYTES or self._names is None or name in self._names
+            for name, each in module.named_buffers(remove_duplicate=False)
+            if not is_small(each) and (self._names is None or name in self._names or _num_bytes(each) <= SMALL_BYTES)
         ]
         copies = {id(each): each.clone() for _, each in wanted}
         return {name: copies[id(each)] for name, each in wanted}
@@ -197,17 +197,19 @@ class RecomputedForward:
             return forward(*args, **kwargs)
 
         saved = self._selection.region() if self._selection is not None else None
-        inputs = [leaf for leaf in leaves if _can_be_saved(leaf)]
-        others = Held([{str(place): leaf for place, leaf in enumerate(leaves) if not _can_be_saved(leaf)}])
+        are_inputs = [*map(_can_be_saved, leaves)]
+        inputs = [*compress(leaves, are_inputs)]
+        others = Held(
+            [{"given": [None if is_input else leaf for leaf, is_input in zip(leaves, are_inputs, strict=True)]}]
+        )
         found = Surroundings(module, leaves, self._draws)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
 
         def again(tensors: Sequence[torch.Tensor]) -> Any:
             came, handed = iter(tensors), _versions(tensors)
-            (own,) = Brought(others, [{}]).attributes()
-            places = map(str, range(len(leaves)))
-            values, named = tree_unflatten([own[n] if n in own else next(came) for n in places], tree)
+            places = zip(Brought(others, [{}]).attributes()[0]["given"], are_inputs, strict=True)
+            values, named = tree_unflatten([next(came) if is_input else leaf for leaf, is_input in places], tree)
             with found.restored():
                 _set_copies(module, buffers)
                 return _recompute_first(forward(*values, **named), saved, handed)

@@ -183,8 +183,8 @@ class Surroundings:
         states = [(source, source.read()) for source, _ in self._random]
         flags, then = _flags(), Brought(self._held, now)
         try:
-            for part, attributes in zip(self._parts, then.attributes(), strict=True):
-                streams = {name: value for name, value in _state_of(part).items() if isinstance(value, OF_STREAMS)}
+            for part, attributes, there in zip(self._parts, then.attributes(), now, strict=True):
+                streams = {name: value for name, value in there.items() if isinstance(value, OF_STREAMS)}
                 _set(part, attributes | streams)
             for source, state in self._random:
                 source.write(state)

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from ds_fuyou.activations.records import HeldBytes
+from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.log import log_once
 
 __all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint"]
@@ -109,24 +111,17 @@ def _keeping(point: TakeoverPoint, original: Any) -> Callable[..., Any]:
     def instead(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        with torch.autograd.graph.saved_tensors_hooks(_kept, _intact):
+        with torch.autograd.graph.saved_tensors_hooks(_kept, KeptTensor.value):
             return original(*args, **kwargs)
 
     return instead
 
 
-def _kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return tensor.detach(), tensor._version
+def _kept(tensor: torch.Tensor) -> KeptTensor:
+    return KeptTensor(tensor, _UNCOUNTED, 0)
 
 
-def _intact(kept: tuple[torch.Tensor, int]) -> torch.Tensor:
-    tensor, version = kept
-    if tensor._version != version:  # which hooks on saved tensors have PyTorch not look at
-        raise RuntimeError(
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {tuple(tensor.shape)} that rrelu has saved"
-        )
-    return tensor
+_UNCOUNTED = HeldBytes()
 
 
 TORCH_POINTS = (

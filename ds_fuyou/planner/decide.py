@@ -68,9 +68,8 @@ __all__ = ["Decision", "StepTime", "decide"]
 _ACTIVATIONS, _NOBODY = "activations", "nobody"
 _NEAR = 1.02  # of the fastest: then the one that moves least
 _AS_FEW = 1.01  # of the fewest bytes: then the one with most of P16 and G16 in host memory
-_WORTH_TWICE = 1.03  # less is not what a prediction tells, and they take memory
 _PARTS = (4, 8, 16, 32, 64, 128)  # of the budget, moved from one class to another
-_CLEARLY = 0.03  # of a step, and of the budget
+_CLEARLY = 0.03  # of a step, and of the budget: less is not what a prediction tells
 _WORTH_WAITING = 0.02  # of a step
 _REACH = 1.05  # of what is to be beaten: farther off, shares in every order are not improved
 
@@ -326,7 +325,7 @@ class _Search:
             return None
         once = [tried for tried in self.found.values() if not tried.residency.optimizer_twice]
         least = min((tried.secs for tried in once), default=float("inf"))
-        found = once if least <= fastest.secs * _WORTH_TWICE else list(self.found.values())
+        found = once if least <= fastest.secs * (1 + _CLEARLY) else list(self.found.values())
         least = min(tried.secs for tried in found)
         near = [tried for tried in found if tried.secs <= least * _NEAR]
         fewest = min(tried.moved for tried in near)

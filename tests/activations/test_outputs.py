@@ -53,6 +53,11 @@ def calls_of(model: nn.Module, step: Callable[[nn.Module], None]) -> list[Operat
     return [output.call for output in profile.operators if output.call is not None]
 
 
+def in_each_block(calls: Sequence[OperatorCall], fate: Fate, prefix: str = "blocks.") -> dict[str, BlockFate]:
+    """The same fate for all of these calls, in the three blocks of a model."""
+    return {f"{prefix}{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)} | AROUND
+
+
 def agrees(swapped: Attached, step: Callable[[nn.Module], None], expected: Sequence[torch.Tensor | None]) -> bool:
     found = gradients(swapped.model, step)
     swapped.model.zero_grad(set_to_none=True)
@@ -165,6 +170,11 @@ def test_what_is_saved_is_not_computed_again_and_what_is_swapped_is_not_held(tmp
     assert [runs[Fate.RECOMPUTE] - runs[fate] for fate in (Fate.KEEP, Fate.SWAP)] == [3, 3], "one in each block"
 
 
+def train_on_noise(model: nn.Module) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    model(x).square().sum().backward()
+
+
 @torch.library.custom_op("fuyou_tests::noisy", mutates_args=())
 def noisy(x: torch.Tensor, share: float) -> torch.Tensor:
     """As a kernel of another library it does not say that it draws."""
@@ -188,14 +198,9 @@ def test_what_another_librarys_operator_draws_is_drawn_again(share: float, tmp_p
     """Handed out instead, dropout behind it would draw what it has drawn. One that draws nothing is handed out."""
     torch.manual_seed(0)
     model = nn.Sequential(*(NoisyBlock(share) for _ in range(3))).train()
-
-    def step(model: nn.Module) -> None:
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-        model(x).square().sum().backward()
-
-    expected = gradients(copy.deepcopy(model), step)
+    expected = gradients(copy.deepcopy(model), train_on_noise)
     call = OperatorCall("fuyou_tests.noisy.default", 0)
-    assert call in calls_of(model, step)
+    assert call in calls_of(model, train_on_noise)
     with attached(model, tmp_path) as swapped:
         swapped.session.decide({str(i): BlockFate(Fate.SWAP, {call: Fate.SWAP}) for i in range(3)} | AROUND)
         before = swapped.tier.counters.out_bytes
@@ -209,7 +214,7 @@ def test_what_another_librarys_operator_draws_is_drawn_again(share: float, tmp_p
         del loss
         assert saved_bytes == (0 if share else 3 * 32 * 64 * 4)
         swapped.session.decide({str(i): BlockFate(Fate.SWAP, {call: Fate.KEEP}) for i in range(3)} | AROUND)
-        assert agrees(swapped, step, expected)
+        assert agrees(swapped, train_on_noise, expected)
 
 
 @torch.library.custom_op("fuyou_tests::make_noisy", mutates_args={"x"})
@@ -252,18 +257,12 @@ class CompletingBlock(nn.Module):
 def test_what_completes_an_output_and_has_to_run_runs_again(fate: Fate, how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(CompletingBlock(how) for _ in range(3))).train()
-
-    def step(model: nn.Module) -> None:
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
-        model(x).square().sum().backward()
-
-    expected = gradients(copy.deepcopy(model), step)
-    calls = calls_of(model, step)
+    expected = gradients(copy.deepcopy(model), train_on_noise)
+    calls = calls_of(model, train_on_noise)
     assert OperatorCall("aten.mul.Tensor", 0) in calls
     with attached(model, tmp_path) as swapped:
-        fates = {str(i): BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
-        swapped.session.decide(fates | AROUND)
-        assert agrees(swapped, step, expected)
+        swapped.session.decide(in_each_block(calls, fate, ""))
+        assert agrees(swapped, train_on_noise, expected)
 
 
 class InPlaceBlock(nn.Module):
@@ -321,8 +320,7 @@ def test_what_a_block_hands_back_is_what_it_was_given(fate: Fate, tmp_path: Path
     expected = gradients(copy.deepcopy(model), train_in_place)
     calls = calls_of(model, train_in_place)
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
-        fates = {f"blocks.{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
-        swapped.session.decide(fates | AROUND)
+        swapped.session.decide(in_each_block(calls, fate))
         assert agrees(swapped, train_in_place, expected)
 
 
@@ -349,8 +347,7 @@ def test_outputs_that_are_changed_in_place(fate: Fate, tmp_path: Path) -> None:
     expected = gradients(copy.deepcopy(model), train_in_place)
     calls = calls_of(model, train_in_place)
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
-        fates = {f"blocks.{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
-        swapped.session.decide(fates | AROUND)
+        swapped.session.decide(in_each_block(calls, fate))
         for _ in range(2):
             assert agrees(swapped, train_in_place, expected)
         assert swapped.nothing_is_left()
@@ -392,8 +389,7 @@ def test_outputs_that_are_changed_unseen_are_computed_again(tmp_path: Path) -> N
     assert {call for call in calls if "addmm" in call.operator} == {OperatorCall("aten.addmm.default", 1)}
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
         for fate in (Fate.KEEP, Fate.SWAP):
-            fates = {f"{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
-            swapped.session.decide(fates | AROUND)
+            swapped.session.decide(in_each_block(calls, fate, ""))
             assert agrees(swapped, step, expected), fate
 
 
@@ -412,8 +408,7 @@ def test_outputs_that_are_changed_unseen_in_other_blocks_are_found(fate: Fate, t
     up = OperatorCall("aten.addmm.default", 0)
     assert up in calls
     with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
-        fates = {f"{i}": BlockFate(Fate.SWAP, dict.fromkeys(calls, fate)) for i in range(3)}
-        swapped.session.decide(fates | AROUND)
+        swapped.session.decide(in_each_block(calls, fate, ""))
         for _ in range(3):
             assert agrees(swapped, step, expected)
         wants = [forward._selection.region().wants(up) for forward in swapped.session._forwards]

@@ -117,7 +117,7 @@ class Spoilt(Random):
 def test_what_is_saved_before_it_is_made_is_not_changed_later(tmp_path: Path) -> None:
     with attached(Spoilt(), tmp_path) as swapped:
         loss = swapped.model(torch.randn(512, 64))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation: a tensor"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation, after it had been saved"):
             loss.backward()
 
 
