@@ -327,10 +327,12 @@ def _exchange(dir_fd: int, one: str, other: str) -> bool:
         return False
 
 
-def read_record(dir_fd: int, directory: Path, name: str) -> dict[str, Any] | None:
-    """The payload, None when the file does not exist; raises as :func:`read_manifest` does."""
+def read_record(dir_fd: int, directory: Path, name: str, *, is_before: bool = False) -> dict[str, Any] | None:
+    """The payload, None when the file does not exist; raises as :func:`read_manifest` does. ``is_before``: of the
+    record before, see [Note: room for the next record].
+    """
     try:
-        with os.fdopen(_open_plain(dir_fd, name, os.O_RDONLY), "rb") as file:
+        with os.fdopen(_open_plain(dir_fd, f"{name}.tmp" if is_before else name, os.O_RDONLY), "rb") as file:
             header = file.readline(_HEADER_BYTES)
             words = header.decode("utf-8", "replace").removesuffix("\n").split(" ")
             says_its_size = words[-1] == str(os.fstat(file.fileno()).st_size - len(header))

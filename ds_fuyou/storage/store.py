@@ -526,8 +526,9 @@ class SlotStore:
         interrupts: list[BaseException] = []
         goes = remove if remove is not None else not (self._keep or why)
         if goes:  # first of all: directories without it are no state whose first disk is gone
-            with suppress(OSError):
-                os.unlink(COMMIT_NAME, dir_fd=self._files.runs[0].fd)
+            for name in (f"{COMMIT_NAME}.tmp", COMMIT_NAME):
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=self._files.runs[0].fd)
         for run in reversed(self._files.runs):
             try:
                 if goes:
@@ -650,6 +651,7 @@ def _read_commits(dir_fd: int, directory: Path, manifest: Manifest) -> list[Comm
     """What the record says, newest first. One of format 1 has one entry, which is the payload itself."""
     payload = read_record(dir_fd, directory, COMMIT_NAME)
     if payload is None:
+        _require_none_before(dir_fd, directory)
         return []
     with well_formed(directory / COMMIT_NAME):
         store_id = typed(payload["store_id"], str)
@@ -659,6 +661,18 @@ def _read_commits(dir_fd: int, directory: Path, manifest: Manifest) -> list[Comm
         message = f"{COMMIT_NAME} is of another store than the manifest; start again from the last checkpoint"
         raise FuyouChecksumError(errno.EBADMSG, message, str(directory / COMMIT_NAME))
     return commits
+
+
+def _require_none_before(dir_fd: int, directory: Path) -> None:
+    """Without a record no step was made: unless the one before lies beside it, then somebody deleted the last one."""
+    try:
+        before = read_record(dir_fd, directory, COMMIT_NAME, is_before=True)
+    except FuyouStorageError:
+        return  # room for the first record, or a part of it
+    entries = before.get("entries") if before else None
+    if isinstance(entries, list) and any(isinstance(entry, dict) and entry.get("step") for entry in entries):
+        message = f"{COMMIT_NAME} is missing, and the record of an earlier step is there; start from the last checkpoint"
+        raise FuyouStorageError(errno.ENOENT, message, str(directory / COMMIT_NAME))
 
 
 def _commit_of(entry: Mapping[str, Any], regions: Mapping[str, RegionSpec]) -> CommitRecord:

@@ -21,7 +21,7 @@ import torch
 from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
 from ds_fuyou.cli import main
 from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
-from ds_fuyou.storage.records import CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import SlotStore
 from tests.durability.runs import kill_some, launch, run_to_end, steps_in, wait_for_step
 from tests.harness.damage import flip_bit
@@ -324,6 +324,12 @@ def test_state_files_that_do_not_fit_or_were_altered_stay_where_they_are(tmp_pat
     assert status not in (0, -9), said[-3000:]
     assert f"so it does not begin anew, either: {directory}: its manifest is missing or cannot be read" in said
     (directory / MANIFEST_NAME).write_bytes(whole)
+    record, deleted = directory / COMMIT_NAME, tmp_path / "deleted"
+    record.rename(deleted)
+    status, said = end_of(tmp_path, case, "deleted")
+    assert status not in (0, -9), said[-3000:]
+    assert f"so it does not begin anew, either: {directory}: {COMMIT_NAME} is missing" in said
+    deleted.rename(record)
     assert {directory} == set(tmp_path.glob("ds_fuyou/*"))
 
     flip_a_bit(directory)

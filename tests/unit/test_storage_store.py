@@ -21,6 +21,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouChecksumError, FuyouConfigError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import data_file, records
+from ds_fuyou.storage.cleanup import find_state, holds_steps
 from ds_fuyou.storage.store import RegionSpec, SlotStore
 from tests.unit.storage_support import PAGE, UNIT, all_files, fake_disks, identity, read_slot, write_slot
 
@@ -631,6 +632,18 @@ def test_a_temporary_record_is_ignored(kept: tuple[Path, ...]) -> None:
     assert record.step == 1
     store.commit(2, {"big": 1}, {})
     store.close()
+
+
+def test_a_record_that_somebody_deleted_is_no_run_without_steps(paths: list[Path]) -> None:
+    store = SlotStore.create(paths, REGIONS, identity(), keep=True)
+    store.commit(1, {"big": 0}, {})
+    store.commit(2, {"big": 1}, {})
+    store.close()
+    (store.directories[0] / "commit.json").unlink()
+    with pytest.raises(FuyouStorageError, match=r"commit.json is missing"):
+        SlotStore.open(store.directories, None)
+    (state,) = find_state(paths[0])
+    assert holds_steps(state), "a run must not begin anew beside it"
 
 
 def test_a_record_of_another_store_is_refused(kept: tuple[Path, ...], paths: list[Path]) -> None:
