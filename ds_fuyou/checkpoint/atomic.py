@@ -43,9 +43,10 @@ __all__ = [
     "publish",
     "recover",
     "remove_hidden",
+    "replace",
     "require_replaceable",
     "require_space",
-    "write_text",
+    "write_beside",
 ]
 
 logger = logging.getLogger("ds_fuyou")
@@ -240,13 +241,23 @@ def _keep_apart(old: Path, new: Path) -> None:
         logger.warning("what was replaced is in %s", kept)
 
 
-def write_text(file: Path, text: str) -> None:
-    """Replaces a small file in one step."""
+def write_beside(file: Path, text: str) -> Path:
+    """A small file that is to replace another one in one step, see :func:`replace`. FuyouStorageError if it cannot."""
     new = file.with_name(f".{file.name}.new")
-    with new.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with new.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise FuyouStorageError(error.errno or 0, f"writing {file.name} failed", os.fspath(file)) from error
+    return new
+
+
+def replace(new: Path, file: Path) -> None:
+    """Durably."""
     new.replace(file)
     flush(file.parent)
 

@@ -48,6 +48,7 @@ class Parts:
     ) -> None:
         self._lock = lock
         self._hidden, self._final, self._latest = hidden, final, latest
+        self._new_latest: Path | None = None
         self._rank, self._num_ranks = rank, len(makers)
         self.is_maker = makers[rank] == rank
         """This rank gives the folder its name where that is not left to the last one."""
@@ -72,6 +73,7 @@ class Parts:
             raise FuyouStorageError(error.errno or 0, _MARKING, os.fspath(self._hidden / name)) from error
         finally:
             os.close(folder)
+        self.prepare_latest()
         self.publish()
         self.write_latest()
         return True
@@ -94,13 +96,25 @@ class Parts:
             what = "the folder that a checkpoint was written to is gone, or another one is there; save it again"
             raise FuyouStorageError(errno.ESTALE, what, os.fspath(self._hidden))
 
-    def write_latest(self) -> None:
-        """All folders have their names."""
+    def prepare_latest(self) -> None:
+        """Before a folder gets its name: what replaces ``latest`` then needs no more room.
+
+        Raises:
+            FuyouStorageError: it could not be written.
+        """
         if self._latest is not None:
-            atomic.write_text(*self._latest)
+            self._new_latest = atomic.write_beside(*self._latest)
+
+    def write_latest(self) -> None:
+        """All folders have their names, and this rank has prepared it."""
+        if self._latest is not None and self._new_latest is not None:
+            atomic.replace(self._new_latest, self._latest[0])
+            self._new_latest = None
 
     def discard(self) -> None:
         """It will not be whole: what all ranks have written would fill the disk to no use."""
+        if self._new_latest is not None:
+            self._new_latest.unlink(missing_ok=True)
         if self.is_maker and self._lock is not None and self._lock.is_in_place():
             atomic.discard(self._hidden)
 

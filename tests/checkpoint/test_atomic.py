@@ -244,7 +244,7 @@ def test_a_name_that_cannot_be_exchanged_is_an_error(tmp_path: Path, monkeypatch
 
 def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
     for text in ("global_step1", "global_step2"):
-        atomic.write_text(tmp_path / "latest", text)
+        atomic.replace(atomic.write_beside(tmp_path / "latest", text), tmp_path / "latest")
         assert (tmp_path / "latest").read_text() == text
     assert len(list(tmp_path.iterdir())) == 1
 

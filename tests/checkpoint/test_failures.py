@@ -44,6 +44,7 @@ def test_a_full_disk_costs_neither_the_run_nor_the_earlier_checkpoint(tmp_path: 
     assert "0.00 GB are free" in said["too small"]
     assert said["too small left"] == []
     assert "No space left on device" in said["full"]
+    assert "writing latest failed (Is a directory)" in said["no latest"]
     assert said["full left"] == []
     assert said["latest"] == "best"
     kept = run_case(

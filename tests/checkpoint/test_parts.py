@@ -97,3 +97,12 @@ def test_a_mark_that_cannot_be_made_is_named_with_its_folder(tmp_path: Path) -> 
         parts[2].written()
     assert caught.value.filename == str(tmp_path / ".incomplete-tag" / ".written-2")
     assert caught.value.errno == errno.EISDIR
+
+
+def test_where_latest_cannot_be_written_no_folder_gets_its_name(tmp_path: Path) -> None:
+    (tmp_path / ".latest.new").mkdir()
+    first, last = parts_in(tmp_path, 2)
+    assert not first.written()
+    with pytest.raises(FuyouStorageError, match=r"writing latest failed.*\blatest"):
+        last.written()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".incomplete-tag", ".latest.new"]

@@ -71,6 +71,9 @@ def failures(engine, case: dict, folder: Path) -> dict:
     train(engine, case, 1)
     said["full"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
     os.pwrite = pwrite
+    (folder / "saved" / ".latest.new").mkdir()
+    said["no latest"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
+    (folder / "saved" / ".latest.new").rmdir()
     said["full left"] = sorted(
         p.suffix for p in (folder / "saved").rglob("*") if p.suffix and p.is_file() and "incomplete" in str(p)
     )
