@@ -151,9 +151,10 @@ def recover_checkpoint(
             _require_space(target, sum(rank.num_bytes(found) for rank in parts))
             for rank in parts:
                 rank.write(hidden, found, trainer)
+            latest = atomic.write_beside(target / "latest", tag)
             atomic.publish(hidden, target / tag)
             _copy_scripts(target)
-            atomic.write_text(target / "latest", tag)
+            atomic.replace(latest, target / "latest")
             if trainer is not None:
                 trainer.complete(target)
                 atomic.publish(target, save_dir)

@@ -33,6 +33,8 @@ def path_finding(path: str) -> Finding:
     from ds_fuyou.storage.probe import probe_path
 
     if not os.path.isdir(path):
+        if os.path.exists(path):
+            return Finding(path, "is no directory", ok=False, fix="name a directory")
         return Finding(path, "no such directory", ok=False, fix=f"mkdir -p {path}")
     if not os.access(path, os.W_OK | os.X_OK):
         if os.statvfs(path).f_flag & os.ST_RDONLY:

@@ -671,7 +671,9 @@ def _require_none_before(dir_fd: int, directory: Path) -> None:
         return  # room for the first record, or a part of it
     entries = before.get("entries") if before else None
     if isinstance(entries, list) and any(isinstance(entry, dict) and entry.get("step") for entry in entries):
-        message = f"{COMMIT_NAME} is missing, and the record of an earlier step is there; start from the last checkpoint"
+        message = (
+            f"{COMMIT_NAME} is missing, and the record of an earlier step is there; start from the last checkpoint"
+        )
         raise FuyouStorageError(errno.ENOENT, message, str(directory / COMMIT_NAME))
 
 

@@ -271,6 +271,11 @@ def test_what_is_mounted_read_only_is_no_matter_of_owners(tmp_path: Path, monkey
     assert "chown" not in finding.fix
 
 
+def test_what_is_no_directory_is_not_to_be_made_one() -> None:
+    finding = path_finding("/dev/null")
+    assert (finding.ok, finding.found, finding.fix) == (False, "is no directory", "name a directory")
+
+
 @pytest.mark.parametrize("path", ["/a\0b", "/a\ud800"])
 @pytest.mark.parametrize("block", [{"fuyou": {}}, {}])
 def test_what_can_be_no_path_is_no_exception(path: str, block: dict[str, Any], tmp_path: Path) -> None:

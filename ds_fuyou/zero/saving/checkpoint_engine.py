@@ -282,7 +282,9 @@ def end_last_save(engine: Any, *, is_asked: bool = False) -> None:
         if not _settle(save.failure, save.name, is_told=is_told, undo=parts.discard):
             return
         is_left = not save.publishes or True not in of_every_rank(save.is_published)
-        _settle(_outcome(lambda: parts.prepare_latest() if is_left and is_first else None), save.name, undo=parts.discard)
+        _settle(
+            _outcome(lambda: parts.prepare_latest() if is_left and is_first else None), save.name, undo=parts.discard
+        )
         published = _outcome(lambda: parts.publish() if is_left and parts.is_maker else None)
         _settle(published, save.name, undo=parts.discard)
         _settle(_outcome(lambda: parts.write_latest() if is_left and is_first else None), save.name)
