@@ -21,7 +21,6 @@ __all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "ma
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
 )
-_PROBABILITIES = ("dropout_p", "p")
 TORCHS = frozenset({"aten", "prim", "prims"})
 """Namespaces of PyTorch's own operators."""
 
@@ -86,9 +85,9 @@ class CallCounter:
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a random operator draws: attention with a dropout probability of 0 does not."""
+    """Whether a random operator draws: attention with a dropout probability of 0 does not, all others do."""
     for index, argument in enumerate(func._schema.arguments):
-        if argument.name in _PROBABILITIES:
+        if argument.name == "dropout_p":
             value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             return value != 0
     return True

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import types
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
@@ -179,13 +180,25 @@ class RecomputedForward:
         self._changed = _ChangedBuffers()
         module.forward = self
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs uncompiled: compiled in forward and not in the recomputation, a block would have two results."""
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The module's own: models ask which arguments a block takes."""
+        return inspect.signature(self._forward_of(self._alive()))
+
+    def _alive(self) -> nn.Module:
         module = self._module()
         if module is None:
             raise RuntimeError("the module of this forward is gone; call the copy's own forward")
-        forward = self._own if self._own is not None else types.MethodType(type(module).forward, module)
+        return module
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        return self._own if self._own is not None else types.MethodType(type(module).forward, module)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs uncompiled: compiled in forward and not in the recomputation, a block would have two results."""
+        module = self._alive()
+        forward = self._forward_of(module)
         if not (torch.is_grad_enabled() and module.training):
             return forward(*args, **kwargs)
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # in a transform of torch.func

@@ -217,6 +217,29 @@ def test_what_another_librarys_operator_draws_is_drawn_again(share: float, tmp_p
         assert agrees(swapped, train_on_noise, expected)
 
 
+class NeverDrops(nn.Module):
+    """Of dropout with a probability of 0 that draws all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.dropout(torch.native_dropout(self.up(x), 0.0, True)[0].sin(), 0.3)
+
+
+def test_dropout_of_nothing_is_drawn_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(NeverDrops() for _ in range(3))).train()
+    expected = gradients(copy.deepcopy(model), train_on_noise)
+    calls = calls_of(model, train_on_noise)
+    assert "aten.sin.default" in {call.operator for call in calls}
+    with attached(model, tmp_path) as swapped:
+        for fate in (Fate.KEEP, Fate.SWAP):
+            swapped.session.decide(in_each_block((*calls, OperatorCall("aten.native_dropout.default", 0)), fate, ""))
+            assert agrees(swapped, train_on_noise, expected)
+
+
 @torch.library.custom_op("fuyou_tests::make_noisy", mutates_args={"x"})
 def make_noisy(x: torch.Tensor) -> None:
     """As :func:`noisy`, in place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import random
 import weakref
 from collections import Counter, defaultdict, deque
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.activations.recompute import RecomputedForward
 from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.views import is_movable
 from tests.activations.support import attached, gradients
@@ -280,6 +282,18 @@ def test_it_finds_the_same_and_leaves_no_trace(how: Any, outputs: dict, tmp_path
             found = gradients(model, step)
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(expected, found, strict=True))
             assert state(model) == then
+
+
+def test_a_block_takes_what_its_forward_does(tmp_path: Path) -> None:
+    """Models ask, and leave out what a block does not take."""
+    model = Model(in_training).train()
+    expected = inspect.signature(model.blocks[0].forward)
+    with attached(model, tmp_path) as swapped:
+        swapped.session.decide({"blocks.0": BlockFate(Fate.SWAP, {})} | AROUND)
+        assert type(model.blocks[0].forward) is RecomputedForward
+        assert inspect.signature(model.blocks[0].forward) == expected
+        model.blocks[0].__dict__["forward"].undo()
+        assert inspect.signature(model.blocks[0].forward) == expected
 
 
 def test_frozen_in_the_forward_alone(tmp_path: Path) -> None:
