@@ -218,6 +218,9 @@ class RegionOutputs:
 
 
 class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+    """``torch.cond`` and its like run as they are, and what is inside of them is not seen."""
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """True: what the script compiles itself is compiled, as ever; without, dynamo gives up on it for good."""

@@ -98,7 +98,7 @@ class _Timings:
         self._calls: list[tuple[_Calls, int, Any, Any]] = []
 
     def wants(self, func: Any) -> bool:
-        return func._overloadpacket in flop_registry or func.namespace not in self._OWN
+        return _packet(func) in flop_registry or func.namespace not in self._OWN
 
     def now(self) -> Any:
         return time.perf_counter() if self._device is None else self._device.record_event(timed=True)
@@ -159,6 +159,9 @@ class OperatorRecorder(TorchDispatchMode):
             others hold on to the memory that these are gathered in.
         device: whose clock times what is timed; None: the host's.
     """
+
+    supports_higher_order_operators = True
+    """``torch.cond`` and its like run as they are, and what is inside of them is not seen."""
 
     def __init__(
         self,
@@ -322,9 +325,14 @@ class OperatorRecorder(TorchDispatchMode):
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
 
+def _packet(func: Any) -> Any:
+    """An operator of a higher order has no overloads."""
+    return getattr(func, "_overloadpacket", func)
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """0 where torch's formula does not understand the call: a count must not end a training run."""
-    packet = func._overloadpacket
+    packet = _packet(func)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's table knows only those of CUDA
         query, key, value = args[:3]
         return int(sdpa_flop_count(query.shape, key.shape, value.shape))

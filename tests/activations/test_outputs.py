@@ -240,6 +240,31 @@ def test_dropout_of_nothing_is_drawn_again(tmp_path: Path) -> None:
             assert agrees(swapped, train_on_noise, expected)
 
 
+class Chooses(nn.Module):
+    """By operators of a higher order, whose functions run inside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        chosen = torch.cond(up.sum() > 0, lambda y: y.sin(), lambda y: y.cos(), (up,))
+        return x + F.dropout(self.up(chosen).tanh(), 0.3)
+
+
+def test_operators_of_a_higher_order_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Chooses() for _ in range(3))).train()
+    expected = gradients(copy.deepcopy(model), train_on_noise)
+    calls = calls_of(model, train_on_noise)
+    assert OperatorCall("aten.addmm.default", 1) in calls
+    with attached(model, tmp_path) as swapped:
+        for fate in Fate:
+            swapped.session.decide(in_each_block(calls, fate, ""))
+            assert agrees(swapped, train_on_noise, expected)
+
+
 @torch.library.custom_op("fuyou_tests::make_noisy", mutates_args={"x"})
 def make_noisy(x: torch.Tensor) -> None:
     """As :func:`noisy`, in place."""
