@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "may_be_left_out", "written_tensors"]
+__all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "written_tensors"]
 
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
@@ -96,15 +96,6 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def is_foreign(func: Any) -> bool:
     """Whether the operator is another library's, which need not say that it draws random numbers."""
     return not isinstance(func, torch._ops.OpOverload) or func.namespace not in TORCHS
-
-
-def may_be_left_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call that changes one tensor need not run where the tensor has the outcome: it returns the tensor, and
-    draws no random numbers. Another library's need not say it.
-    """
-    if is_foreign(func) or len(func._schema.returns) != 1:
-        return False
-    return not (_kind(func).random and _draws(func, args, kwargs))
 
 
 def is_view(func: Any) -> bool:

@@ -11,18 +11,17 @@ results are those of the block without any of this, to the bit: the values are t
 
 [Note: outputs that are changed in place]
 An output that the block changes later cannot be handed out, since somebody may have read it before: it is computed
-again, and changed again. One case is common and safe: an autograd function completes its output in place before it
-returns it, as DeepSpeed's linear layer adds the bias to the product. There, in a forward without gradients and with no
-other operator in between, the change belongs to the output: what is saved is the complete one, and the recomputation
-leaves the change out. So an output is saved when the operator after it is seen, not at once. Changes that PyTorch does
-not see are looked for in the first forward of every block after a decision: what is found is computed again in this and
-in every other one.
+again, and changed again. One case is common and safe: DeepSpeed's linear layer adds the bias to the product. There the
+change belongs to the output: what is saved is the complete one, and the recomputation leaves the change out. So an
+output is saved when the operator after it is seen, not at once. Of no other function it is known that nobody reads the
+output in between, by ``tolist()`` or in a kernel that PyTorch does not see. Changes that PyTorch does not see are
+looked for in the first forward of every block after a decision: what is found is computed again in this and in every
+other one.
 
 [Note: operators that draw]
 An operator that is not run again draws no random numbers, and what draws after it would draw others. PyTorch says
 which of its own draw (``calls.py``). Those of other libraries need not say it (flash attention with dropout does not),
-so generators are compared around each of their calls that is to be saved: one that has drawn is computed again. What
-draws in place completes nothing, for it must run again.
+so generators are compared around each of their calls that is to be saved: one that has drawn is computed again.
 
 [Note: a forward that differentiates]
 A block may take derivatives in its own forward (forces, penalties), for which the region is recomputed while that
@@ -32,16 +31,19 @@ forward's calls.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, may_be_left_out, written_tensors
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
@@ -50,6 +52,8 @@ from ds_fuyou.activations.unseen import UnseenChanges
 __all__ = ["OutputSelection", "RegionOutputs"]
 
 Shapes: TypeAlias = "tuple[torch.Size, ...]"
+_LINEAR_LAYER = os.path.join("deepspeed", "runtime", "zero", "linear.py")
+_BETWEEN = (__file__, os.path.dirname(torch.__file__) + os.sep)
 _OF_HOST = RandomSource(torch.get_rng_state, torch.set_rng_state)
 
 
@@ -80,7 +84,16 @@ class _Made:
             and isinstance(self.outputs, torch.Tensor)
             and len(written) == 1
             and _address(written[0]) == _address(self.outputs)
+            and _is_of_linear_layer()
         )
+
+
+def _is_of_linear_layer() -> bool:
+    """Whether the operator that is about to run is called by DeepSpeed's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.endswith(_LINEAR_LAYER)
 
 
 class OutputSelection:
@@ -151,14 +164,13 @@ class RegionOutputs:
         if self._unseen is not None:
             self._unseen.written(written)
 
-    def changes(self, written: list[torch.Tensor], *, completes: bool) -> None:
-        """An operator that is no view is about to run, and changes these in place. ``completes``: it may be left out
-        where what was made before it is handed out.
+    def changes(self, written: list[torch.Tensor]) -> None:
+        """An operator that is no view is about to run, and changes these in place.
 
         Raises:
             FuyouStorageError: what was made before it could not be moved.
         """
-        if completes and self._made is not None and self._made.is_completed_by(written):
+        if self._made is not None and self._made.is_completed_by(written):
             self._made.num_completions += 1
             return
         self.save()
@@ -242,7 +254,7 @@ class _Forward(_Mode):
         written: list[torch.Tensor] = []
         if not is_view(func):
             written = written_tensors(func, args, named)
-            self._region.changes(written, completes=may_be_left_out(func, args, named))
+            self._region.changes(written)
         call = self._calls.place(func, args, named)
         if call is None or not self._region.wants(call):
             outputs = func(*args, **named)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
@@ -272,7 +273,8 @@ def make_noisy(x: torch.Tensor) -> None:
 
 
 class Completes(torch.autograd.Function):
-    """Changes an output that it has just made, by a call that has to run again, before it returns it."""
+    """Changes an output that it has just made, by a call that has to run again or after somebody read it, before it
+    returns it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
@@ -281,6 +283,9 @@ class Completes(torch.autograd.Function):
             make_noisy(made)
         elif how == "list":  # returns nothing
             torch._foreach_mul_([made], 0.5)
+        elif how == "read":
+            x = x * float(abs(made.numpy()).max())
+            made.add_(1.0)
         else:
             made.uniform_(-1.0, 1.0)
         ctx.save_for_backward(made)
@@ -300,17 +305,46 @@ class CompletingBlock(nn.Module):
         return x + F.dropout(Completes.apply(self.up(x), self.how).sin(), 0.3)
 
 
-@pytest.mark.parametrize("how", ["torch", "library", "list"])
+@pytest.mark.parametrize("how", ["torch", "library", "list", "read"])
 @pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
 def test_what_completes_an_output_and_has_to_run_runs_again(fate: Fate, how: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(CompletingBlock(how) for _ in range(3))).train()
     expected = gradients(copy.deepcopy(model), train_on_noise)
     calls = calls_of(model, train_on_noise)
-    assert OperatorCall("aten.mul.Tensor", 0) in calls
+    completed = OperatorCall("aten.mul.Tensor", 0)
+    assert completed in calls
     with attached(model, tmp_path) as swapped:
-        swapped.session.decide(in_each_block(calls, fate, ""))
-        assert agrees(swapped, train_on_noise, expected)
+        for handed_out in (calls, [completed]):
+            swapped.session.decide(in_each_block(handed_out, fate, ""))
+            assert agrees(swapped, train_on_noise, expected)
+
+
+class OfDeepSpeed(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = LinearFunctionForZeroStage3.apply(x, self.weight, self.bias).sin()
+        return x + found
+
+
+def test_a_product_is_handed_out_with_its_bias(tmp_path: Path) -> None:
+    """Of DeepSpeed's linear layer, which adds it in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(OfDeepSpeed(64, 64) for _ in range(3))).train()
+
+    def step(model: nn.Module) -> None:
+        model(torch.ones(2, 16, 64).cumsum(1) / 16).square().sum().backward()
+
+    expected = gradients(copy.deepcopy(model), step)
+    calls = calls_of(model, step)
+    product, runs = OperatorCall("aten.mm.default", 0), {}
+    assert product in calls
+    with attached(model, tmp_path) as swapped:
+        for fate in Fate:
+            swapped.session.decide(in_each_block([product], fate, ""))
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+                assert agrees(swapped, step, expected)
+            runs[fate] = sum(event.count for event in seen.key_averages() if event.key in ("aten::mm", "aten::add_"))
+    assert [runs[Fate.RECOMPUTE] - runs[fate] for fate in (Fate.KEEP, Fate.SWAP)] == [6, 6], "both, in each block"
 
 
 class InPlaceBlock(nn.Module):
