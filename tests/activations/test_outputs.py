@@ -284,8 +284,9 @@ class Completes(torch.autograd.Function):
         elif how == "list":  # returns nothing
             torch._foreach_mul_([made], 0.5)
         elif how == "read":
-            x = x * float(abs(made.numpy()).max())
+            largest = float(abs(made.numpy()).max())
             made.add_(1.0)
+            x = x * largest
         else:
             made.uniform_(-1.0, 1.0)
         ctx.save_for_backward(made)
