@@ -80,8 +80,8 @@ def _source(value: Any) -> RandomSource | None:
         return RandomSource(value.getstate, value.setstate)
     if isinstance(value, numpy.random.RandomState):
         return RandomSource(value.get_state, value.set_state)
-    if isinstance(value, numpy.random.Generator):
-        bits: Any = value.bit_generator
+    if isinstance(value, (numpy.random.Generator, numpy.random.BitGenerator)):
+        bits: Any = getattr(value, "bit_generator", value)
         return RandomSource(lambda: bits.state, lambda state: setattr(bits, "state", state))
     return None
 

@@ -50,6 +50,7 @@ class Block(nn.Module):
         self.up, self.down, self.how = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), how
         self.own = torch.Generator().manual_seed(1)
         self.numbers, self.more = numpy.random.default_rng(1), random.Random(1)
+        self.bits = numpy.random.PCG64(1)
         self.share, self.memory, self.seen, self.friend = 1.0, None, [0.5], None
         self.level = torch.ones(1)
         self.before, self.current, self.active = [], [0.5], None
@@ -88,6 +89,7 @@ class Model(nn.Module):
 def draws(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     kept = torch.rand(h.shape, generator=block.own) < 0.5
     scale = random.random() + numpy.random.rand() + block.numbers.random() + block.more.random()
+    scale += block.bits.random_raw() % 8
     return h * kept * scale * torch.rand(()) * torch.rand((), generator=OF_DEVICE)
 
 
