@@ -175,9 +175,9 @@ class ActivationSession:
                 config.use_cache = False
                 log_once(
                     logging.INFO,
-                    "use_cache is false in training forwards, because blocks are recomputed: last bits are those of a run "
-                    "with use_cache=False, in some families others than with it. A script that trains on past_key_values "
-                    "gives use_cache=True in its call",
+                    "use_cache is false in training forwards, because blocks are recomputed: last bits are those of a "
+                    "run with use_cache=False, in some families others than with it. A script that trains on "
+                    "past_key_values gives use_cache=True in its call",
                 )
 
     def _warn_of_compilation(self, model: nn.Module) -> None:
