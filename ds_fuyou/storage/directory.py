@@ -23,7 +23,7 @@ from pathlib import Path
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.locks import lock_directory, try_lock
 from ds_fuyou.storage.probe import open_path
-from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME
+from ds_fuyou.storage.records import COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, temporary_name
 from ds_fuyou.storage.types import DIRECTORY_FLAGS
 
 __all__ = [
@@ -43,7 +43,7 @@ ROOT_NAME = "ds_fuyou"
 DATA_NAME = "data"
 LOCK_NAME = "lock"
 _MARK = b"ds_fuyou"  # what the lock file holds, and manifests begin with
-_TEMPORARY = tuple(f"{name}.tmp" for name in (COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME))
+_TEMPORARY = tuple(map(temporary_name, (COMMIT_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME)))
 # In the order of removal: what is left of an interrupted removal is still recognised, and never looks
 # committed.
 _OUR_NAMES = (COMMIT_NAME, *_TEMPORARY, DATA_NAME, CONTENTS_NAME, ENGINE_NAME, MANIFEST_NAME, LOCK_NAME)

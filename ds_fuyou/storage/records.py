@@ -41,6 +41,7 @@ __all__ = [
     "ProcessMark",
     "read_manifest",
     "read_record",
+    "temporary_name",
     "typed",
     "well_formed",
     "write_manifest",
@@ -105,6 +106,11 @@ class Manifest:
     keep: bool
     checksum: bool
     layout: StoreLayout
+
+
+def temporary_name(name: str) -> str:
+    """Of what is about to replace a record, or was replaced by it, see [Note: room for the next record]."""
+    return f"{name}.tmp"
 
 
 def write_manifest(dir_fd: int, directory: Path, manifest: Manifest) -> None:
@@ -234,7 +240,7 @@ def write_record(
         FuyouStorageError: nothing changed.
     """
     body = json.dumps(payload, separators=(",", ":"), sort_keys=True).encode()
-    temporary, is_replaced = f"{name}.tmp", False
+    temporary, is_replaced = temporary_name(name), False
     try:
         fd = _open_new(dir_fd, temporary, os.O_WRONLY | os.O_CREAT | (0 if keeps_room else os.O_TRUNC))
         try:
@@ -332,7 +338,7 @@ def read_record(dir_fd: int, directory: Path, name: str, *, is_before: bool = Fa
     record before, see [Note: room for the next record].
     """
     try:
-        with os.fdopen(_open_plain(dir_fd, f"{name}.tmp" if is_before else name, os.O_RDONLY), "rb") as file:
+        with os.fdopen(_open_plain(dir_fd, temporary_name(name) if is_before else name, os.O_RDONLY), "rb") as file:
             header = file.readline(_HEADER_BYTES)
             words = header.decode("utf-8", "replace").removesuffix("\n").split(" ")
             says_its_size = words[-1] == str(os.fstat(file.fileno()).st_size - len(header))

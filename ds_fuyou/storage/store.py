@@ -39,6 +39,7 @@ from ds_fuyou.storage.records import (
     Manifest,
     NotDurableError,
     read_record,
+    temporary_name,
     typed,
     well_formed,
     write_record,
@@ -526,7 +527,7 @@ class SlotStore:
         interrupts: list[BaseException] = []
         goes = remove if remove is not None else not (self._keep or why)
         if goes:  # first of all: directories without it are no state whose first disk is gone
-            for name in (f"{COMMIT_NAME}.tmp", COMMIT_NAME):
+            for name in (temporary_name(COMMIT_NAME), COMMIT_NAME):
                 with suppress(OSError):
                     os.unlink(name, dir_fd=self._files.runs[0].fd)
         for run in reversed(self._files.runs):
