@@ -601,7 +601,7 @@ def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: 
     assert [part.seen for part in (model, model.part)] == [[False, True]] * 2
     assert model.config.use_cache
     assert model.part.config.use_cache
-    assert told().count("a script that trains on past_key_values gives use_cache=True") == 1
+    assert told().count("A script that trains on past_key_values gives use_cache=True") == 1
 
 
 class ByName(nn.Module):

@@ -3,9 +3,7 @@
 // The pipeline when things are late, are dropped at awkward moments, fail, or are stopped.
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <future>
-#include <mutex>
 #include <thread>
 
 #include "harness.h"
@@ -14,38 +12,6 @@
 using namespace fixture;
 
 namespace {
-
-// An update that says when it has begun and ends when it is told to.
-class GatedRule final : public UpdateRule {
-  public:
-    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
-    {
-        {
-            std::unique_lock<std::mutex> lock(mutex_);
-            has_begun_ = true;
-            changed_.notify_all();
-            changed_.wait(lock, [this] { return is_open_; });
-        }
-        CountingRule().apply(param, grad, moments, numel);
-    }
-    void wait_begun() const
-    {
-        std::unique_lock<std::mutex> lock(mutex_);
-        changed_.wait(lock, [this] { return has_begun_; });
-    }
-    void open() const
-    {
-        std::lock_guard<std::mutex> lock(mutex_);
-        is_open_ = true;
-        changed_.notify_all();
-    }
-
-  private:
-    mutable std::mutex mutex_;
-    mutable std::condition_variable changed_;
-    mutable bool has_begun_ = false;
-    mutable bool is_open_ = false;
-};
 
 IoFault fault(IoKind kind, IoFault::Effect effect, const FileRange& where)
 {

@@ -4,9 +4,11 @@
 // result is easy to predict.
 #pragma once
 
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -97,6 +99,38 @@ class CountingRule final : public UpdateRule {
             moments[1][i] += 1.0F;
         }
     }
+};
+
+// An update that says when it has begun and ends when it is told to.
+class GatedRule final : public UpdateRule {
+  public:
+    void apply(float* param, float* grad, float* const* moments, std::size_t numel) const override
+    {
+        {
+            std::unique_lock<std::mutex> lock(mutex_);
+            has_begun_ = true;
+            changed_.notify_all();
+            changed_.wait(lock, [this] { return is_open_; });
+        }
+        CountingRule().apply(param, grad, moments, numel);
+    }
+    void wait_begun() const
+    {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait(lock, [this] { return has_begun_; });
+    }
+    void open() const
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        is_open_ = true;
+        changed_.notify_all();
+    }
+
+  private:
+    mutable std::mutex mutex_;
+    mutable std::condition_variable changed_;
+    mutable bool has_begun_ = false;
+    mutable bool is_open_ = false;
 };
 
 class FailingRule final : public UpdateRule {

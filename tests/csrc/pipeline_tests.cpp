@@ -693,11 +693,10 @@ class SlowRule final : public UpdateRule {
 struct Contest {
     double storage_bytes_per_sec = 1e6;  // a chunk moves in more time than all are updated
     std::shared_ptr<UpdateRule> rule = std::make_shared<CountingRule>();
-    std::size_t num_loaded = 2;    // staging memory holds so many; two more wait for it
-    bool loaded_are_last = false;  // to be released; else behind the first one
-    bool may_write = true;         // the generation before is committed
-    std::int64_t num_fast = 0;     // generations before, with storage as fast as may be
-    std::int64_t num_slow = 1;  // and behind these as it is from then on; now both rates are known
+    std::size_t num_loaded = 2;  // staging memory holds so many; two more wait for it
+    bool may_write = true;       // the generation before is committed
+    std::int64_t num_fast = 0;   // generations before, with storage as fast as may be
+    std::int64_t num_slow = 1;   // and behind these as it is from then on; now both rates are known
 };
 
 constexpr std::size_t kInMemory = 12;
@@ -755,17 +754,17 @@ std::vector<std::size_t> order_of_updates(const Contest& given)
     };
     wait_for(given.num_loaded, 0);
     world.pipeline->publish(last + 1);
-    const auto release = [&](std::size_t chunk) {
-        const ChunkUpdate now = update(chunk, last + 1);
+    const auto release = [&](std::size_t chunk, const std::shared_ptr<UpdateRule>& rule) {
+        ChunkUpdate now = update(chunk, last + 1);
+        now.segments.front().rule = rule;
         world.pipeline->release(chunk, now.segments, 1.0F, now.gradient, now.gradient_type, 0);
     };
-    const auto release_loaded = [&] {
-        for (std::size_t i = kInMemory; i < world.given.num_chunks; ++i) release(i);
-    };
-    release(0);
-    if (!given.loaded_are_last) release_loaded();
-    for (std::size_t chunk = 1; chunk < kInMemory; ++chunk) release(chunk);
-    if (given.loaded_are_last) release_loaded();
+    // The first one runs until all are ready: what goes ahead does so for no want of others.
+    const auto gate = std::make_shared<GatedRule>();
+    release(0, gate);
+    gate->wait_begun();
+    for (std::size_t chunk = 1; chunk < world.given.num_chunks; ++chunk) release(chunk, given.rule);
+    gate->open();
     wait_for(kInMemory + 2, 1);
     world.pipeline->set_committed(last);
     world.finish(last + 1);
@@ -809,14 +808,12 @@ TEST(pipeline_updates_run_by_deadline_where_they_end_last)
     Contest contest;
     contest.storage_bytes_per_sec = 0.0;  // as fast as may be
     contest.rule = std::make_shared<SlowRule>();
-    contest.loaded_are_last = true;
     CHECK(num_ahead(order_of_updates(contest)) == 0);
 }
 
 TEST(pipeline_a_loaded_update_that_may_not_be_written_keeps_its_place)
 {
     Contest contest;
-    contest.loaded_are_last = true;
     contest.may_write = false;
     contest.rule = std::make_shared<SlowRule>();
     CHECK(num_ahead(order_of_updates(contest)) == 0);
