@@ -7,10 +7,10 @@ Which of them together: ``gradient_cuts.py``.
 As in stock, gradients are reduced and copied on a stream of their own if ``overlap_comm`` is set, which it is for stage
 3 unless the JSON says otherwise, and on the default stream if not. That stream waits for the computing one at every
 hook. Memory of a gradient belongs to the stream that was the computing one when it came (a model may have branches on
-streams of its own): it is let go when the event that follows its reduction has passed, or, when as much as two of the
-largest block (or one bucket) is kept, when that stream has waited for that event, on the device. So the host waits for
-nothing, and gradients of no more than three blocks (or two buckets) are on the device. What is left of a micro-batch
-is let go in the forward of the next. ``step()`` waits for both streams.
+streams of its own): it is let go when the event that follows its reduction has passed, or, when there is more than
+:func:`_most_reducing` of it, when that stream has waited for that event, on the device. So the host waits for nothing,
+and a host that runs ahead of the device keeps no more gradients there than that and those of the hooks that follow.
+What is left of a micro-batch is let go in the forward of the next. ``step()`` waits for both streams.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.rules import GroupHyper
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.gradient_cuts import make_cut, why_updates_wait
+from ds_fuyou.zero.run.budgets import device_budget
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.stock import get_norm_dtype, is_boundary
 
 __all__ = ["GradientFlow"]
+
+_OF_DEVICE = 16
 
 _CUT_SHORT = (
     "a backward of this step ended with an exception: the gradients that it left are part of the step's, as in PyTorch "
@@ -98,7 +101,7 @@ class GradientFlow:
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
         self._reducing: deque[_Reducing] = deque()
         self._reducing_numel = 0
-        self._most_reducing = 2 * max(_block_numels(stock, blocks))
+        self._most_reducing = _most_reducing(state, trained, blocks)
         if self.reduce_by == "bucket":
             numel = sum(param.ds_numel for param in trained)
             self._most_reducing = max(self._most_reducing, min(stock.reduce_bucket_size, numel))
@@ -378,11 +381,13 @@ def _is_followed(param: Parameter) -> bool:
     return bool(hooks) and not str(getattr(next(reversed(hooks.values())), "__module__", "")).startswith("deepspeed.")
 
 
-def _block_numels(stock: Any, blocks: Mapping[int, str]) -> Iterable[int]:
-    """Elements of the trainable parameters of each block; ``blocks``: names by ``ds_id``."""
-    numels: dict[str, int] = {}
-    for group in stock.fp16_groups:
-        for param in group:
-            block = blocks[param.ds_id]
-            numels[block] = numels.get(block, 0) + param.ds_numel
-    return numels.values()
+def _most_reducing(state: RankState, trained: Sequence[Parameter], blocks: Mapping[int, str]) -> int:
+    """Elements of gradients that may be on their way: of two of the largest block, but of blocks that are large beside
+    the device (of experts) no more than a sixteenth of what a plan has of it, or two parameters. ``blocks``: names by
+    ``ds_id``.
+    """
+    of_block: dict[str, int] = {}
+    for param in trained:
+        of_block[blocks[param.ds_id]] = of_block.get(blocks[param.ds_id], 0) + param.ds_numel
+    of_device = device_budget(state.activation.config, state.device) // _OF_DEVICE // state.model.param_dtype.itemsize
+    return min(2 * max(of_block.values()), max(of_device, 2 * max(param.ds_numel for param in trained)))

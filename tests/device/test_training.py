@@ -797,6 +797,45 @@ def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path
     assert bool((copied == 3.0).all())
 
 
+def test_gradients_of_a_large_block_do_not_fill_the_device(tmp_path: Path) -> None:
+    """As of one with many experts: all of them would be there, as the host launches backward before any has left."""
+    width, depth, budget = 128, 16, 1 << 20
+    numel = width * width
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(depth))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    config = ds_config(zero_optimization={"overlap_comm": True})
+    (tmp_path / "swap").mkdir()
+    config["fuyou"] = fuyou_of(tmp_path / "swap", "none", "auto", "backward_and_forward", 2, "none")
+    config["fuyou"]["gpu_budget_bytes"] = budget
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(Block() for _ in range(2)))
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    flow, most = engine.optimizer.gradient_flow, 0
+    collect = flow.collect
+
+    def counted(param: torch.nn.Parameter) -> None:
+        nonlocal most
+        collect(param)
+        most = max(most, sum(gradient.nbytes for one in flow._reducing for gradient in one.gradients))
+
+    flow.collect = counted
+    loss = engine(torch.ones(4, width, dtype=torch.bfloat16, device="standin")).float().sum()
+    with torch.standin.held(flow._stream):
+        engine.backward(loss)
+    engine.step()
+    assert 2 * 2 * numel <= most <= budget // 16 + 2 * numel
+    engine.destroy()
+
+
 @pytest.mark.parametrize("pins", [False, True])
 def test_an_engine_that_only_infers_pins_where_it_may(pins: bool, tmp_path: Path) -> None:
     config = ds_config(optimizer=None, zero_optimization={"offload_param": {"device": "cpu", "pin_memory": pins}})
