@@ -160,6 +160,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         device_is_host=rank_device().is_host,
         num_paths=max(1, len(activation.state_paths)),
         frozen_bytes=model.frozen_bytes / ranks,
+        largest_frozen_bytes=model.largest_frozen_bytes / ranks,
     )
     return under_block(sizes, activation.config, bool(activation.state_paths))
 

@@ -16,7 +16,6 @@ from ds_fuyou.host.memory import HostPool
 from ds_fuyou.parameters.kept import Kept
 from ds_fuyou.parameters.partition import Partition
 from ds_fuyou.parameters.trace import AccessTrace, Ahead
-from ds_fuyou.planner.plan import kept_param_bytes
 
 __all__ = ["SMALL_BYTES", "SizeClass"]
 
@@ -87,7 +86,7 @@ class SizeClass:
         sizes = [partition.num_bytes for partition in members]
         self.memory = ReadMemory(sizes, wanted_bytes, device)
         capacity = self.memory.pool.capacity_bytes
-        self.ahead_bytes = capacity - kept_param_bytes(capacity, max(sizes))
+        self.ahead_bytes = min(capacity, max(capacity // 4, max(sizes)))
         """What reads ahead may take from kept values, and what is offered at once."""
         self.beside_two_bytes = capacity - 2 * max(sizes)
         self.holds_all = 8 * capacity >= 9 * sum(sizes)

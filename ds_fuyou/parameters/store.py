@@ -191,11 +191,6 @@ class ParameterStore:
         return sum(size_class.memory.pool.capacity_bytes for size_class in self._size_classes)
 
     @property
-    def kept_bytes(self) -> int:
-        """Of it, what holds values from their use to the next one."""
-        return self.capacity_bytes - sum(size_class.ahead_bytes for size_class in self._size_classes)
-
-    @property
     def used_bytes(self) -> int:
         return sum(size_class.memory.pool.used_bytes for size_class in self._size_classes)
 

@@ -81,7 +81,7 @@ class Placement:
             stay in host memory.
         kept_bytes: activations that stay on the GPU, beyond those of the block that is computed.
         staging_bytes: host memory that states pass through on their way from storage and back.
-        kept_param_bytes: host memory in which parameters that were read from storage wait for the next pass.
+        kept_param_bytes: host memory that parameters are read to, where those of a pass's end wait for the next one.
         recompute_flops: that backward repeats, a micro-batch, on one GPU.
         fates: for each operator in how many blocks its output is (kept, swapped, recomputed); for the plan document.
     """
@@ -413,7 +413,7 @@ def _params_read(work: Workload, policy: Policy, place: Placement, p_bytes: floa
     others = (work.accumulation - 1) / work.accumulation
     found = max(kept, min(of_end * policy.staying_bytes, stored))  # the same ones are in host memory and on the device
     forward = stored - kept_frozen - others * (found - kept_frozen) - handed / work.accumulation
-    return forward, max(0.0, stored - place.kept_param_bytes - of_end * policy.reused_bytes)
+    return forward, max(0.0, stored - max(kept, of_end * policy.reused_bytes))
 
 
 def _states_moved(policy: Policy, num_params: float, place: Placement) -> tuple[float, float]:

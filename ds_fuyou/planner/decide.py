@@ -389,7 +389,7 @@ def _decided(
             if best.secs <= _REACH * most_secs and not over.keys() & {"staging_bytes", "prefetch_bytes"}:
                 search, best = _with_less_apart(search, best)
             plan = built_plan(given, best.residency, chunk_bytes, search.arena, over, int(best.in_dram))
-            kept = kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each)
+            kept = kept_param_bytes(given, best.residency, plan.prefetch_bytes)
             place = replace(best.place, staging_bytes=plan.staging_bytes, kept_param_bytes=kept)
             return Decision(plan, place, time.secs(place), time, given.may_speculate)
         least_needed = search.least_needed
@@ -415,7 +415,7 @@ def _with_less_apart(search: _Search, best: _Tried) -> tuple[_Search, _Tried]:
         found = bare.fill()
         if found is not None and found.secs < best.secs:
             search, best = bare, found
-    least = minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), search.chunk_bytes)
+    least = minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0, 0.0), search.chunk_bytes)
     if search.lanes - 2 * least > _CLEARLY * given.dram_budget_bytes and minimum_lane_bytes(
         given, best.residency, search.chunk_bytes
     ):

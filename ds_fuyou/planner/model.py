@@ -147,6 +147,11 @@ class ModelSpec:
         blocks = (block.largest_matrix_params for block in self.blocks)
         return max(*blocks, self.vocab * self.hidden)
 
+    @property
+    def largest_frozen_bytes(self) -> float:
+        """Of the largest single parameter that is not trained, as it lies in memory, on average."""
+        return self.largest_param * self.frozen_bytes / self.frozen_params if self.frozen_params else 0.0
+
     def block_flops(self, seq: int) -> float:
         """Forward FLOPs of one block a token, on average."""
         return sum(op.flops(seq) for op in self.operators)

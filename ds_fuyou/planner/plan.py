@@ -75,10 +75,10 @@ class PlanInput:
     ``shares``: resident shares that a plan fixes, by field of :class:`Residency`; used where the tier is "auto".
     ``num_paths``: of storage. ``block_activation_bytes``: what the largest block saves in a forward; 0: not known.
     ``storage_budget_bytes``: for what is on storage; ``durable``: in two slots. ``device_room_bytes``: for activations
-    that stay on the device. ``frozen_bytes``: of parameters that are not trained. ``first_numel``: of those that
-    are, what comes before the first block: its gradients arrive last, and it is needed first. ``reused_numel``: of all,
-    what stays on the device from the end of forward to the begin of backward; ``staying_numel``: from one
-    micro-batch to the next.
+    that stay on the device. ``frozen_bytes``: of parameters that are not trained, ``largest_frozen_bytes`` of one of
+    them. ``first_numel``: of those that are, what comes before the first block: its gradients arrive last, and it is
+    needed first. ``reused_numel``: of all, what stays on the device from the end of forward to the begin of backward;
+    ``staying_numel``: from one micro-batch to the next.
     """
 
     numel: int
@@ -105,6 +105,7 @@ class PlanInput:
     durable: bool = False
     device_room_bytes: float = 0.0
     frozen_bytes: float = 0.0
+    largest_frozen_bytes: float = 0.0
     first_numel: int = 0
     reused_numel: int = 0
     staying_numel: int = 0
@@ -244,7 +245,7 @@ def stored_bytes(given: PlanInput, residency: Residency) -> float:
 def lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
     """Host memory left to the lanes where anything is on storage, whatever is: staging and look-ahead."""
     wanted = min(_STAGING_BYTES + _PREFETCH_BYTES, given.dram_budget_bytes // 4)
-    return max(minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0), chunk_bytes), wanted)
+    return max(minimum_lane_bytes(given, Residency(0.0, 0.0, 0.0, 0.0), chunk_bytes), wanted)
 
 
 def built_plan(
@@ -262,11 +263,14 @@ def built_plan(
     least = 0 if "activation_bytes" in overrides else least_arena_bytes(given)
     arena = arena + kept if is_set_aside else least
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
-    minimum = minimum_lane_bytes(given, residency, chunk_bytes) - buffers
+    in_use = _in_use_bytes(given, residency)
+    least_staging = max(0, minimum_lane_bytes(given, residency, chunk_bytes) - buffers - in_use)
     saves = save_bytes(given, chunk_bytes)
     left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
-    staging_bytes = overrides.get("staging_bytes", max(minimum // 2, min(_STAGING_BYTES, left // 2)))
-    prefetch_bytes = overrides.get("prefetch_bytes", most_prefetch_bytes(left))
+    prefetch_bytes = max(in_use, min(most_prefetch_bytes(left), left - least_staging))
+    prefetch_bytes = overrides.get("prefetch_bytes", prefetch_bytes)
+    most_staging = min(_STAGING_BYTES, left // 2, left - prefetch_bytes)
+    staging_bytes = overrides.get("staging_bytes", max(least_staging, most_staging))
     passing = arena
     if activations_stay(given):  # all that is left as well; that may be less than nothing
         passing += max(0, left - staging_bytes - prefetch_bytes)
@@ -317,9 +321,11 @@ def most_prefetch_bytes(left_bytes: int) -> int:
     return min(_PREFETCH_BYTES, left_bytes // 4)
 
 
-def kept_param_bytes(pool_bytes: int, largest_bytes: int) -> int:
-    """Of a pool of parameters what is not for those read ahead: a quarter, at least the largest."""
-    return max(0, pool_bytes - max(pool_bytes // 4, largest_bytes))
+def kept_param_bytes(given: PlanInput, residency: Residency, pool_bytes: int) -> int:
+    """Of host memory that parameters are read to, what the next pass finds there: all but half of the largest, for one
+    is in use where a pass turns, or what is free lies in pieces (benchmarks/results/2026-11-30-look-ahead-memory.md).
+    """
+    return max(0, pool_bytes - _in_use_bytes(given, residency) // 4)
 
 
 def whole_bytes(stored_bytes: float) -> int:
@@ -359,8 +365,13 @@ def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int)
         return 0
     numel = min(chunk_bytes // 4, given.numel)
     chunk = int(numel * given.layout.bytes_each) + 4 * numel
-    in_use = 2 * given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
-    return 2 * chunk + in_use + _gradient_buffer_bytes(given, residency, chunk_bytes)
+    return 2 * chunk + _in_use_bytes(given, residency) + _gradient_buffer_bytes(given, residency, chunk_bytes)
+
+
+def _in_use_bytes(given: PlanInput, residency: Residency) -> int:
+    """Two of the largest parameter that may be on storage: one that is used, and one that is read."""
+    trained = given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
+    return 2 * int(max(trained, given.largest_frozen_bytes if residency.frozen < 1 else 0))
 
 
 def activations_stay(given: PlanInput) -> bool:

@@ -356,7 +356,7 @@ def _as_it_is(place: Placement, given: PlanInput, plan: Plan) -> Placement:
         states=now.optimizer,
         grads=now.gradients,
         states_twice=now.optimizer_twice,
-        kept_param_bytes=kept_param_bytes(plan.prefetch_bytes, given.largest_param_numel * given.param_bytes_each),
+        kept_param_bytes=kept_param_bytes(given, now, plan.prefetch_bytes),
     )
 
 

@@ -113,6 +113,7 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
         activations_leave_dram=machine.is_unified and machine.storage_bytes > 0,
         storage_budget_bytes=machine.storage_bytes / ranks,
         frozen_bytes=model.frozen_bytes / ranks,
+        largest_frozen_bytes=model.largest_frozen_bytes / ranks,
         block_activation_bytes=max(1, int(model.largest_saved_bytes * work.tokens)),
     )
     if policy.block is None:

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 
 from ds_fuyou.planner.watch import Cause
 from tests.harness.forked import finish, start
+from tests.harness.models import TinyGPT
 from tests.harness.ports import free_port
-from tests.harness.runner import environment
+from tests.harness.runner import ds_config, environment
 
 SCRIPT = Path(__file__).with_name("frozen_script.py")
 BUDGET = 800_000
@@ -77,3 +79,22 @@ def test_another_batch_is_planned_anew_where_nothing_may_move(found: dict[str, A
     told = log.count(f"{departs}micro-batches have")
     assert told == 1 or (slower and told == 0), "a plan for slower storage may be of the other batch already"
     assert 1 <= log.count("plan (made anew)") <= 1 + slower
+
+
+@pytest.mark.usefixtures("only_rank")
+def test_two_of_the_largest_frozen_parameter_are_part_of_the_budget(tmp_path: Path) -> None:
+    """Host memory holds them while they are read, though no parameter that is trained is nearly as large."""
+    budget, rows = 8 << 20, 20_000
+    block = {"nvme_path": str(tmp_path), "dram_budget_bytes": budget, "parameters": {"tier": "nvme"}}
+    config = ds_config(gradient_clipping=0.0, fuyou=block)
+    for section in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"].pop(section, None)
+    model = TinyGPT(num_layers=8, width=72, vocabulary=rows).requires_grad_(False)
+    list(model.blocks)[-1].requires_grad_(True)
+    params = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=config)
+    state = engine.optimizer.rank_state
+    assert state.parameters.capacity_bytes >= 2 * 2 * rows * 72
+    assert state.parameters.capacity_bytes <= 1.25 * state.plan.prefetch_bytes, "small ones have a pool of their own"
+    assert engine.optimizer._tier_bytes.planned(0.0)["host memory"] <= budget
+    engine.destroy()

@@ -260,6 +260,18 @@ def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, wh
     assert make_plan(in_memory, {}).prefetch_bytes == 256 * MIB
 
 
+def test_what_frozen_parameters_are_read_to_is_part_of_the_plan() -> None:
+    """Two of the largest of them, as of those that are trained, wherever any is on storage."""
+    given = replace(GIVEN, numel=1_000_000, largest_param_numel=10_000, frozen_bytes=60e9, largest_frozen_bytes=5e8)
+    plan = make_plan(replace(given, dram_budget_bytes=2 * GIB), {})
+    assert plan.residency.frozen < 1.0
+    assert plan.prefetch_bytes >= 1e9
+    assert plan.host_bytes(given) <= 2 * GIB
+    with pytest.raises(FuyouConfigError, match="the smallest placement"):
+        make_plan(replace(given, dram_budget_bytes=GIB // 2), {})
+    assert make_plan(given, {}).residency.frozen == 1.0, "all of it fits"
+
+
 def test_a_budget_that_engines_without_an_optimizer_hold_is_told_with_what_they_hold() -> None:
     with pytest.raises(FuyouConfigError, match="dram_budget_bytes is 1024 MiB, 1000 of them held by engines without"):
         make_plan(replace(GIVEN, dram_budget_bytes=24 * MIB, lent_bytes=1000 * MIB), {})

@@ -186,6 +186,7 @@ class TrainedModel:
         check_budgets(config)
         ordered = sorted((entry for group in self.entries for entry in group), key=lambda entry: entry[3])
         first = itertools.takewhile(lambda entry: entry[1] == entry[0], ordered)  # in no numbered block
+        frozen = [partition_bytes(param) for param in self.planned_frozen()]
         sizes = PlanInput(
             numel=sum(entry[2] for entry in ordered),
             param_bytes_each=self.param_dtype.itemsize,
@@ -201,7 +202,8 @@ class TrainedModel:
             first_numel=sum(entry[2] for entry in first),
             reused_numel=0 if self.device.is_host else self.reused_numel // dist.get_world_size(),
             staying_numel=0 if self.device.is_host else self.staying_numel // dist.get_world_size(),
-            frozen_bytes=float(sum(map(partition_bytes, self.planned_frozen()))),
+            frozen_bytes=float(sum(frozen)),
+            largest_frozen_bytes=float(max(frozen, default=0)),
         )
         given = under_block(sizes, config, bool(self.paths))
         if config.dram_budget_bytes == "auto":

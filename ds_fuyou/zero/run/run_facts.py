@@ -18,6 +18,7 @@ from ds_fuyou.log import current_rank
 from ds_fuyou.optimizer.clip_policy import Overlap, UpdateStart
 from ds_fuyou.optimizer.core import OutOfCoreOptimizer
 from ds_fuyou.planner.cost import Placement
+from ds_fuyou.planner.plan import kept_param_bytes
 from ds_fuyou.planner.policies import Updates
 from ds_fuyou.planner.profile import (
     BlockCost,
@@ -151,7 +152,7 @@ def _disk(path: Path) -> str:
 
 def placement_of_run(rank_state: RankState, profile: RunProfile, activations: ActivationWork) -> Placement | None:
     """The placement as it was built; None where it is on storage and the profile has no rates of that."""
-    core = rank_state.core
+    core, pool_bytes = rank_state.core, rank_state.parameters.capacity_bytes
     residency, frozen = core.place.residency, rank_state.frozen_bytes()
     params, states, grads = map(core.layout.share_of, (residency.params, residency.states, residency.grads))
     twice = [core.place.has_spare(index) for index in range(len(core.layout.chunks))]
@@ -165,7 +166,7 @@ def placement_of_run(rank_state: RankState, profile: RunProfile, activations: Ac
         frozen=frozen["cpu"] / max(1, sum(frozen.values())) if frozen["nvme"] else 1.0,
         swapped_bytes=activations.written_bytes / max(1, activations.num_forwards),
         staging_bytes=core.staging.capacity_bytes,
-        kept_param_bytes=rank_state.parameters.kept_bytes,
+        kept_param_bytes=kept_param_bytes(rank_state.plan_input, rank_state.plan.residency, pool_bytes),
         recompute_flops=activations.recompute_flops,
     )
 
