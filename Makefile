@@ -184,7 +184,7 @@ bench: setup
 	$(RUN) python tests/harness/prebuild.py --all
 	$(RUN) python -m benchmarks.run
 
-# The automatic plan against exhaustive search, on the stand-in device in timed mode: about 25 minutes.
+# The automatic plan against exhaustive search, on the stand-in device in timed mode: about an hour.
 bench-planner: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m benchmarks.planner
