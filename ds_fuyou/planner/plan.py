@@ -34,6 +34,7 @@ __all__ = [
     "classes_of",
     "handles_activations",
     "has_two_versions",
+    "in_use_bytes",
     "kept_param_bytes",
     "lane_bytes",
     "least_arena_bytes",
@@ -263,13 +264,13 @@ def built_plan(
     least = 0 if "activation_bytes" in overrides else least_arena_bytes(given)
     arena = arena + kept if is_set_aside else least
     buffers = _gradient_buffer_bytes(given, residency, chunk_bytes)
-    in_use = _in_use_bytes(given, residency)
+    in_use = in_use_bytes(given, residency)
     least_staging = max(0, minimum_lane_bytes(given, residency, chunk_bytes) - buffers - in_use)
     saves = save_bytes(given, chunk_bytes)
     left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
     prefetch_bytes = max(in_use, min(most_prefetch_bytes(left), left - least_staging))
     prefetch_bytes = overrides.get("prefetch_bytes", prefetch_bytes)
-    most_staging = min(_STAGING_BYTES, left // 2, left - prefetch_bytes)
+    most_staging = min(_STAGING_BYTES, left // 2, left - max(prefetch_bytes, in_use))
     staging_bytes = overrides.get("staging_bytes", max(least_staging, most_staging))
     passing = arena
     if activations_stay(given):  # all that is left as well; that may be less than nothing
@@ -325,7 +326,7 @@ def kept_param_bytes(given: PlanInput, residency: Residency, pool_bytes: int) ->
     """Of host memory that parameters are read to, what the next pass finds there: all but half of the largest, for one
     is in use where a pass turns, or what is free lies in pieces (benchmarks/results/2026-11-30-look-ahead-memory.md).
     """
-    return max(0, pool_bytes - _in_use_bytes(given, residency) // 4)
+    return max(0, pool_bytes - in_use_bytes(given, residency) // 4)
 
 
 def whole_bytes(stored_bytes: float) -> int:
@@ -365,10 +366,10 @@ def minimum_lane_bytes(given: PlanInput, residency: Residency, chunk_bytes: int)
         return 0
     numel = min(chunk_bytes // 4, given.numel)
     chunk = int(numel * given.layout.bytes_each) + 4 * numel
-    return 2 * chunk + _in_use_bytes(given, residency) + _gradient_buffer_bytes(given, residency, chunk_bytes)
+    return 2 * chunk + in_use_bytes(given, residency) + _gradient_buffer_bytes(given, residency, chunk_bytes)
 
 
-def _in_use_bytes(given: PlanInput, residency: Residency) -> int:
+def in_use_bytes(given: PlanInput, residency: Residency) -> int:
     """Two of the largest parameter that may be on storage: one that is used, and one that is read."""
     trained = given.largest_param_numel * given.param_bytes_each if residency.parameters < 1 else 0
     return 2 * int(max(trained, given.largest_frozen_bytes if residency.frozen < 1 else 0))

@@ -41,7 +41,7 @@ __all__ = [
     "slowest",
 ]
 
-SCHEMA = "ds_fuyou.profile/8"
+SCHEMA = "ds_fuyou.profile/9"
 _BEGIN = f'{{"schema": "{SCHEMA.partition("/")[0]}/'.encode()
 MOST_KEPT = 100  # profiles, a few kB each
 OFF = "off"

@@ -332,7 +332,7 @@ def _placed_again(
         "staging_bytes": plan.staging_bytes,
         "activation_bytes": plan.activation_bytes,
     }
-    if "parameters" in stays:
+    if "parameters" in stays and "frozen" in stays:  # else what is read to is as large as they need
         lanes["prefetch_bytes"] = plan.prefetch_bytes
     there = replace(given, params_tier="auto", gradients_tier="auto", shares={**given.shares, **fixed})
     there, time = _known(profile, there, mode)

@@ -81,9 +81,9 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement,
         each = (bytes_each * float(model.trainable_params) + model.frozen_bytes) / machine.num_gpus
         inputs = Item("activations", "gpu", place.swapped_bytes)
         shares = (Item("P16, gradients, P32, M, V", "gpu", each), inputs)
-        return Needs((*_gpu_items(work, policy, place), *shares), have)
+        return Needs((*_gpu_items(work, machine, policy, place), *shares), have)
     items = (
-        *_gpu_items(work, policy, place),
+        *_gpu_items(work, machine, policy, place),
         *(
             _host_items(work, machine, policy, place)
             if plan is None
@@ -130,10 +130,10 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
 
 def device_room(work: Workload, machine: Machine, policy: Policy) -> float:
     """Bytes of one GPU for activations that stay there."""
-    return max(0.0, machine.gpu_bytes - sum(item.num_bytes for item in _gpu_items(work, policy, Placement())))
+    return max(0.0, machine.gpu_bytes - sum(item.num_bytes for item in _gpu_items(work, machine, policy, Placement())))
 
 
-def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Item]:
+def _gpu_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
     """The peak is in the backward of a block, or in the head with its loss, whichever is larger."""
     model = work.model
     unit, trained = model.largest_unit_bytes, P16_BYTES * model.largest_unit_trained
@@ -145,13 +145,16 @@ def _gpu_items(work: Workload, policy: Policy, place: Placement) -> Sequence[Ite
         block += 5.0 * work.batch * model.heads * work.seq * work.seq
     head = logits + 2.0 * model.hidden * work.tokens
     gradient = policy.gradient_bytes if policy.in_a_row else P16_BYTES
+    leaving = (1 if policy.in_a_row else 2) * trained * gradient / P16_BYTES
+    if policy.tiers is Tiers.PLANNED:  # of a large block a run keeps no more on their way
+        leaving = min(leaving, max(machine.gpu_bytes / 16, 2 * P16_BYTES * model.largest_param))
     cast = 0  # while a block's activations are there
     if not policy.in_a_row and policy.gradient_bytes > P16_BYTES:
         cast = policy.gradient_bytes * max(block.largest_matrix_params for block in set(model.blocks))
     return (
         Item("context and allocator slack", "gpu", constants().device_context_bytes),
         Item("P16 in use and fetched ahead", "gpu", 2 * unit),
-        Item("gradients in flight", "gpu", (1 if policy.in_a_row else 2) * trained * gradient / P16_BYTES),
+        Item("gradients in flight", "gpu", leaving),
         Item("a gradient cast to fp32", "gpu", float(cast)),
         Item("activations of the block in work" if block >= head else "logits and loss", "gpu", max(block, head)),
         Item("activations kept", "gpu", place.kept_bytes),

@@ -7,17 +7,18 @@ Which of them together: ``gradient_cuts.py``.
 As in stock, gradients are reduced and copied on a stream of their own if ``overlap_comm`` is set, which it is for stage
 3 unless the JSON says otherwise, and on the default stream if not. That stream waits for the computing one at every
 hook. Memory of a gradient belongs to the stream that was the computing one when it came (a model may have branches on
-streams of its own): it is let go when the event that follows its reduction has passed, or, when there is more than
-:func:`_most_reducing` of it, when that stream has waited for that event, on the device. So the host waits for nothing,
-and a host that runs ahead of the device keeps no more gradients there than that and those of the hooks that follow.
-What is left of a micro-batch is let go in the forward of the next. ``step()`` waits for both streams.
+streams of its own): it is let go when the event that follows its reduction has passed, or, when more is kept than of
+two of the largest block, or a sixteenth of the device, when that stream has waited for that event, on the device. So
+the host waits for nothing, and where it runs ahead of the device there are no more gradients than that, those just sent and
+those that wait to be. What is left of a micro-batch is let go in the forward of the next. ``step()`` waits for both
+streams.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,10 +102,13 @@ class GradientFlow:
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
         self._reducing: deque[_Reducing] = deque()
         self._reducing_numel = 0
-        self._most_reducing = _most_reducing(state, trained, blocks)
+        numel = sum(param.ds_numel for param in trained)
+        of_blocks = _block_numels(trained, blocks)
+        self._most_reducing = min(2 * max(of_blocks), _reducing_on(state, trained))
+        if len(self._alone) < len(trained):  # one message is on its way, at least, while the next one fills
+            message = numel if self.reduce_by == "bucket" else max(of_blocks)
+            self._most_reducing = max(self._most_reducing, min(stock.reduce_bucket_size, message))
         if self.reduce_by == "bucket":
-            numel = sum(param.ds_numel for param in trained)
-            self._most_reducing = max(self._most_reducing, min(stock.reduce_bucket_size, numel))
             self._tell_what_waits(numel)
         if not state.device.is_host or get_norm_dtype() != torch.float64:
             self._core.intake.norms.take_by(stock._constant_buffered_norm2)
@@ -381,13 +385,18 @@ def _is_followed(param: Parameter) -> bool:
     return bool(hooks) and not str(getattr(next(reversed(hooks.values())), "__module__", "")).startswith("deepspeed.")
 
 
-def _most_reducing(state: RankState, trained: Sequence[Parameter], blocks: Mapping[int, str]) -> int:
-    """Elements of gradients that may be on their way: of two of the largest block, but of blocks that are large beside
-    the device (of experts) no more than a sixteenth of what a plan has of it, or two parameters. ``blocks``: names by
-    ``ds_id``.
-    """
-    of_block: dict[str, int] = {}
+def _block_numels(trained: Iterable[Parameter], blocks: Mapping[int, str]) -> Collection[int]:
+    """Elements of the trainable parameters of each block; ``blocks``: names by ``ds_id``."""
+    numels: dict[str, int] = {}
     for param in trained:
-        of_block[blocks[param.ds_id]] = of_block.get(blocks[param.ds_id], 0) + param.ds_numel
+        block = blocks[param.ds_id]
+        numels[block] = numels.get(block, 0) + param.ds_numel
+    return numels.values()
+
+
+def _reducing_on(state: RankState, trained: Iterable[Parameter]) -> int:
+    """Elements of gradients that may be on their way where blocks are large beside the device, as those of experts: a
+    sixteenth of what a plan has of it, at least two parameters.
+    """
     of_device = device_budget(state.activation.config, state.device) // _OF_DEVICE // state.model.param_dtype.itemsize
-    return min(2 * max(of_block.values()), max(of_device, 2 * max(param.ds_numel for param in trained)))
+    return max(of_device, 2 * max(param.ds_numel for param in trained))

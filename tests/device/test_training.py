@@ -799,7 +799,7 @@ def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path
 
 def test_gradients_of_a_large_block_do_not_fill_the_device(tmp_path: Path) -> None:
     """As of one with many experts: all of them would be there, as the host launches backward before any has left."""
-    width, depth, budget = 128, 16, 1 << 20
+    width, depth, budget = 128, 16, 2 << 20
     numel = width * width
 
     class Block(torch.nn.Module):
@@ -832,7 +832,7 @@ def test_gradients_of_a_large_block_do_not_fill_the_device(tmp_path: Path) -> No
     with torch.standin.held(flow._stream):
         engine.backward(loss)
     engine.step()
-    assert 2 * 2 * numel <= most <= budget // 16 + 2 * numel
+    assert budget // 16 <= most <= budget // 16 + 2 * numel
     engine.destroy()
 
 

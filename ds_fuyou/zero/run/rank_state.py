@@ -209,13 +209,13 @@ class RankState:
             partition.show(memory)
             PARTITION_TENSORS.here(partition, memory)
 
-    def _take_parameters(self) -> None:
-        """What waits for updates or is on storage is served from here on."""
+    def _take_parameters(self, read_bytes: int | None = None) -> None:
+        """What waits for updates or is on storage is served from here on, read to so many bytes; None: as before."""
         self._partitions.update(self._frozen.attach(self.core.io))
         in_use_order = sorted(
             self._partitions.values(), key=lambda partition: self.model.places[partition.handle.ds_id]
         )
-        self.parameters.take(in_use_order)
+        self.parameters.take(in_use_order, read_bytes)
         self.parameters.trace.expect(in_use_order)
         self.bound_heap()
 
@@ -399,9 +399,9 @@ class RankState:
         of the process that has planned anything."""
         return not self.core.has_snapshot and len(planned_host_bytes) == 1 and self._frozen.may_move
 
-    def place_frozen(self, share: float) -> bool:
-        """Now, so much of the frozen parameters comes to host memory, or stays there; the others leave it. A
-        collective, in the training thread, between two steps, where all ranks may (:attr:`may_place_frozen`). False if
+    def place_frozen(self, share: float, prefetch_bytes: int | None = None) -> bool:
+        """Now, so much of the frozen parameters comes to host memory, or stays there; the others leave it.
+        ``prefetch_bytes``: what parameters on storage are read to from now on; None: as before. A collective, in the training thread, between two steps, where all ranks may (:attr:`may_place_frozen`). False if
         nothing moved on any rank, because one, which tells it, has no room.
 
         Raises:
@@ -416,19 +416,19 @@ class RankState:
         if copied is None or not is_agreed:
             return False
         try:
-            self._move_frozen(copied)
+            self._move_frozen(copied, prefetch_bytes)
         except BaseException as error:
             self.core.fail("frozen parameters that change their home were cut short", error)
             raise
         return True
 
-    def _move_frozen(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor]) -> None:
+    def _move_frozen(self, copied: Mapping[Parameter, ParkedValues | torch.Tensor], prefetch_bytes: int | None) -> None:
         self.device.synchronize()  # nothing is copied from memory that goes
         self.parameters.let_go(forgets=True)
         self._frozen.move(copied)
         for ds_id in [param.ds_id for param, values in copied.items() if isinstance(values, torch.Tensor)]:
             del self._partitions[ds_id]
-        self._take_parameters()
+        self._take_parameters(prefetch_bytes)
         self.parameters.look_ahead()
         self.params_placed()
 

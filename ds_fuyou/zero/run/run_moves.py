@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.planner.document import CLASSES
-from ds_fuyou.planner.plan import bytes_each, has_two_versions, narrow_arena_bytes
+from ds_fuyou.planner.plan import bytes_each, has_two_versions, in_use_bytes, narrow_arena_bytes
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
 from ds_fuyou.telemetry.report import LaneTimes
@@ -133,7 +133,7 @@ class RunMoves:
             return
         if target.grads < now.gradients and not self._place_grads(target):
             return
-        if target.frozen < now.frozen and not (self._all_may_place_frozen() and self._place_frozen(target.frozen)):
+        if target.frozen < now.frozen and not (self._all_may_place_frozen() and self._place_frozen(target)):
             return
         if target.states != now.optimizer:
             if not self._move_states(target.states):
@@ -233,7 +233,7 @@ class RunMoves:
             if target.grads > now.gradients:
                 self._place_grads(target)
             if target.frozen > now.frozen and self._all_may_place_frozen():
-                self._place_frozen(target.frozen)
+                self._place_frozen(target)
         elif self._num_waits > _MOST_WAITS:  # they gave up, or a script has parameters gathered between steps
             self._comes = None
 
@@ -322,7 +322,8 @@ class RunMoves:
     def _frozen_leave(self) -> bool:
         """False if they cannot: others have to."""
         state, now = self._state, self._state.plan.residency
-        grows = max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
+        reads = max(state.plan.prefetch_bytes, in_use_bytes(state.plan_input, replace(now, frozen=0.0)))
+        grows = max(0, reads - state.parameters.capacity_bytes)
         lacking = self._lacking_bytes(grows)
         if lacking <= 0:
             return True
@@ -334,7 +335,10 @@ class RunMoves:
             )
             return False
         share = max(0.0, now.frozen - lacking / state.plan_input.frozen_bytes)
-        if not self._place_frozen(share) or state.frozen_share >= now.frozen:
+        if (
+            not self._place_frozen(replace(self._as_it_is, frozen=share, prefetch_bytes=reads))
+            or state.frozen_share >= now.frozen
+        ):
             self._is_refused["frozen"] = True
             return False
         self._tell(f"{100 * (now.frozen - state.frozen_share):.0f} % of the frozen parameters have left it for storage")
@@ -396,15 +400,16 @@ class RunMoves:
     def _all_may_place_frozen(self) -> bool:
         return bool(least(float(self._state.may_place_frozen))[0])
 
-    def _place_frozen(self, share: float) -> bool:
+    def _place_frozen(self, target: _Target) -> bool:
         """Now, where all ranks may."""
         state, now = self._state, self._state.plan.residency
         lanes, began = LaneTimes.of(state), time.perf_counter()
-        is_placed = state.place_frozen(share)
+        is_placed = state.place_frozen(target.frozen, target.prefetch_bytes)
         secs = time.perf_counter() - began
         self._leave_out(secs, LaneTimes.of(state).since(lanes))
         if is_placed:
-            state.planned(replace(state.plan, residency=replace(now, frozen=state.frozen_share)))
+            residency = replace(now, frozen=state.frozen_share)
+            state.planned(replace(state.plan, residency=residency, prefetch_bytes=target.prefetch_bytes))
             if current_rank() == 0:
                 get_logger().info(
                     "frozen parameters have moved in %.1f s: %.0f %% of them are in host memory instead of %.0f %%",
