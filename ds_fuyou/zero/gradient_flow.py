@@ -9,8 +9,8 @@ As in stock, gradients are reduced and copied on a stream of their own if ``over
 hook. Memory of a gradient belongs to the stream that was the computing one when it came (a model may have branches on
 streams of its own): it is let go when the event that follows its reduction has passed, or, when more is kept than of
 two of the largest block, or a sixteenth of the device, when that stream has waited for that event, on the device. So
-the host waits for nothing, and where it runs ahead of the device there are no more gradients than that, those just sent and
-those that wait to be. What is left of a micro-batch is let go in the forward of the next. ``step()`` waits for both
+the host waits for nothing, and where it runs ahead of the device there are no more gradients than that, those just sent
+and those that wait to be. What is left of a micro-batch is let go in the forward of the next. ``step()`` waits for both
 streams.
 """
 
