@@ -401,8 +401,10 @@ class RankState:
 
     def place_frozen(self, share: float, prefetch_bytes: int | None = None) -> bool:
         """Now, so much of the frozen parameters comes to host memory, or stays there; the others leave it.
-        ``prefetch_bytes``: what parameters on storage are read to from now on; None: as before. A collective, in the training thread, between two steps, where all ranks may (:attr:`may_place_frozen`). False if
-        nothing moved on any rank, because one, which tells it, has no room.
+        ``prefetch_bytes``: what parameters on storage are read to from now on; None: as before.
+
+        A collective, in the training thread, between two steps, where all ranks may (:attr:`may_place_frozen`). False
+        if nothing moved on any rank, because one, which tells it, has no room.
 
         Raises:
             FuyouMemoryError: none to read to; the engine has failed.
