@@ -8,6 +8,7 @@ from, and what comes back is used where it lies.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +40,12 @@ class CopyLane(Protocol):
 
     device_is_host: bool
 
+    def current_stream(self) -> Any:
+        """That computes now; None on the host."""
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, ``stream`` is the one that computes."""
+
     def mark(self) -> Any:
         """This point on the stream that computes: a copy out comes after the mark it is given, and after no more."""
 
@@ -61,6 +68,12 @@ class HostCopies:
     """The device is the host."""
 
     device_is_host = True
+
+    def current_stream(self) -> None:
+        return None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def mark(self) -> None:
         return None
@@ -95,6 +108,12 @@ class DeviceCopies:
         self._device = device
         self._out = device.new_stream()
         self._in = device.new_stream()
+
+    def current_stream(self) -> Any:
+        return self._device.current_stream()
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return self._device.stream(stream)
 
     def mark(self) -> Any:
         return self._device.record_event()

@@ -75,6 +75,8 @@ class _Made:
     call: OperatorCall
     inputs: Shapes
     outputs: Any
+    stream: Any
+    """On which they are made."""
     num_completions: int = 0
 
     def is_completed_by(self, written: list[torch.Tensor]) -> bool:
@@ -155,7 +157,7 @@ class RegionOutputs:
 
     def made(self, call: OperatorCall, inputs: Shapes, outputs: Any) -> None:
         """A wanted call has just run."""
-        self._made = _Made(call, inputs, outputs)
+        self._made = _Made(call, inputs, outputs, self._swapper.current_stream())
         if self._unseen is not None:
             self._unseen.made(call, _tensors(outputs))
 
@@ -172,6 +174,7 @@ class RegionOutputs:
         """
         if self._made is not None and self._made.is_completed_by(written):
             self._made.num_completions += 1
+            self._made.stream = self._swapper.current_stream()
             return
         self.save()
         for tensor in written:
@@ -187,9 +190,11 @@ class RegionOutputs:
         fate = self._fates[made.call]
         for tensor in _tensors(made.outputs):
             self._by_storage[_address(tensor)] = made.call
-        packed = tree_map_only(
-            torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate, self._begun_at), made.outputs
-        )
+        # The operator that ends the waiting may be one of ZeRO's own, on a stream that gathers.
+        with self._swapper.on_stream(made.stream):
+            packed = tree_map_only(
+                torch.Tensor, lambda tensor: self._swapper.pack_output(tensor, fate, self._begun_at), made.outputs
+            )
         self._saved[made.call] = _Saved(packed, made.inputs, made.num_completions)
 
     def end_forward(self, counts: dict[str, int], *, has_ended: bool) -> None:

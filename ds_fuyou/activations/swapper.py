@@ -9,6 +9,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -264,6 +265,14 @@ class Swapper:
     def num_moved(self) -> int:
         """Records so far: where a block begins."""
         return self.tier.num_saved if self.tier is not None else 0
+
+    def current_stream(self) -> Any:
+        """Of the device; None where it is the host."""
+        return self.tier.copies.current_stream() if self.tier is not None else None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, what is moved was made on ``stream``."""
+        return self.tier.copies.on_stream(stream) if self.tier is not None else nullcontext()
 
     def pack_output(self, tensor: torch.Tensor, fate: Fate, begun_at: int) -> Packed:
         """An operator's output that a recomputation will not compute again; no parameter, and not saved by autograd.
