@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 import ds_fuyou
 import ds_fuyou.activations.arena as arena_module
 import ds_fuyou.planner.plan as plan_module
+from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
 from ds_fuyou.cli import main
 from ds_fuyou.host.compute_clock import Phase
@@ -65,7 +66,7 @@ def sound() -> Iterator[None]:
     faults.leave_out("")
     device.core.fail_copy(-1)
     device.core.clear_failure()
-    device.core.configure({"slow_down_secs": 0.0})
+    device.core.configure({"slow_down_secs": 0.0, "slow_compute_secs": 0.0})
     device.synchronize()
     assert device.take_trips() == []
 
@@ -795,6 +796,28 @@ def test_memory_of_a_gradient_goes_behind_the_stream_that_it_belongs_to(tmp_path
     device.synchronize()
     assert bool((again.cpu() == 7.0).all())
     assert bool((copied == 3.0).all())
+
+
+def test_an_output_leaves_behind_the_stream_that_made_it(tmp_path: Path) -> None:
+    """What ends the waiting for its completion may be a copy of the next module's parameters, on a stream that gathers,
+    long before a slow device has made the output."""
+
+    torch.standin.core.configure({"slow_compute_secs": 0.002})
+    plan = {"chunk_bytes": 16384, "smallest_swapped_bytes": 1}
+    made = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.gelu.default", "aten.add.Tensor")
+    calls = {OperatorCall(each, number): Fate.SWAP for each in made for number in range(8)}
+    losses: dict[str, list[float]] = {"auto": [], "none": []}
+    for mode, found in losses.items():
+        engine = make_engine(tmp_path / mode, "all", mode, gpu_budget_bytes=500_000, plan=plan)
+        session = engine.optimizer.rank_state.activations
+        for one in batches(4):
+            if mode == "auto":
+                session.decide({block.name: BlockFate(Fate.SWAP, calls) for block in session.blocks})
+            found.append(float(train(engine, one).detach()))
+        if mode == "auto":
+            assert session.swapper.tier.counters.out_bytes > 0
+        engine.destroy()
+    assert losses["auto"] == losses["none"]
 
 
 def test_gradients_of_a_large_block_do_not_fill_the_device(tmp_path: Path) -> None:
