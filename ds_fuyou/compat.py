@@ -135,6 +135,11 @@ REQUIRED: tuple[RequiredName, ...] = (
             "self params modifier_rank fwd_module enabled",
             "plugin: wrapped, what is gathered to be saved is not written back",
         ),
+        (
+            "GatheredParameters.__enter__",
+            "self",
+            "plugin: wrapped, a forward inside lets nothing go that is gathered there",
+        ),
     ),
     *_of(
         "deepspeed.runtime.zero.stage3",

@@ -280,6 +280,12 @@ PATCH_POINTS: tuple[PatchPoint, ...] = (
         _from_zero("parameters.param_swapper:gathers_to_read"),
     ),
     PatchPoint(
+        "deepspeed.runtime.zero.partition_parameters",
+        "GatheredParameters.__enter__",
+        "a forward inside lets nothing go that the context has gathered, nor what was edited there",
+        _from_zero("parameters.param_swapper:held_inside"),
+    ),
+    PatchPoint(
         "deepspeed.runtime.engine",
         "DeepSpeedEngine._zero3_consolidated_16bit_state_dict",
         "a model that is saved is read ahead, not written back, and on storage where memory has no room",

@@ -538,6 +538,31 @@ def ranks(swap: str) -> dict[str, Any]:
     return {"same": same, "overflows": overflows}
 
 
+def edited(swap: str) -> dict[str, Any]:
+    """Parameters are edited under ``GatheredParameters`` before, between and behind forwards that run inside of it,
+    where little of a model stays gathered."""
+    found = {}
+    for name, where in (("stock", None), ("ours", swap)):
+        engine = engine_of(where, prefetch_bytes=700_000)
+        train(engine, 0, 2)
+        params = [*engine.module.blocks[1].parameters(), *engine.module.blocks[4].parameters()]
+        losses, sizes = [], []
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            for factor in (1.5, 0.75, 0.9):
+                with torch.no_grad():
+                    for param in params:
+                        param.mul_(factor)
+                losses += forwards(engine, 2) if factor != 0.9 else []
+                sizes.append([param.numel() for param in params])
+        losses += forwards(engine, 1)
+        away = [param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in params]
+        train(engine, 2, 4)
+        found[name] = (losses, sizes, states(engine), away)
+    ours, stock = found["ours"], found["stock"]
+    same = [ours[0] == stock[0], ours[1] == stock[1], equal(ours[2], stock[2])]
+    return {"same": same, "away": ours[3]}
+
+
 SCENARIOS: dict[str, Any] = {
     "fits": lambda swap: tokens(swap, 16_000_000),
     "half": lambda swap: tokens(swap, 2_800_000),
@@ -549,6 +574,7 @@ SCENARIOS: dict[str, Any] = {
     "in_flight": in_flight,
     "between": between,
     "frozen": frozen,
+    "edited": edited,
     "saved": saved,
     "scarce": scarce,
     "sleep": sleep,

@@ -93,6 +93,13 @@ def test_a_forward_without_gradients_leaves_no_gather_in_flight(tmp_path: Path) 
     assert found == ["NOT_AVAILABLE", True, "INFLIGHT"], "a backward would use what is in flight"
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_forward_inside_of_a_gather_lets_nothing_go_that_is_edited(num_ranks: int, tmp_path: Path) -> None:
+    for found in run("edited", tmp_path / "swap", num_ranks=num_ranks, script=SCRIPT):
+        assert all(found["same"]), found
+        assert any(found["away"]), "the next forward lets them go"
+
+
 def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_path: Path) -> None:
     found = found_by("saved", tmp_path)
     for name in ("state_dict", "save_16bit_model"):

@@ -41,6 +41,7 @@ __all__ = [
     "FuyouParameterSwapper",
     "gathers_to_read",
     "held_bytes",
+    "held_inside",
     "in_order",
     "is_in_host_memory",
     "is_what_scripts_write_to",
@@ -55,6 +56,8 @@ __all__ = [
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
+_HELD = "GatheredParameters"
+"""Stands among the modules that use a parameter, as DeepSpeed counts them."""
 _READS_ONLY: ContextVar[bool] = ContextVar("ds_fuyou_reads_only", default=False)
 
 
@@ -518,6 +521,21 @@ def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def held_inside(original: Callable[..., None]) -> Callable[..., None]:
+    """``GatheredParameters.__enter__``: a forward inside lets nothing go that the context has gathered, whatever
+    little may stay gathered; edits would go with it. Until it is partitioned: by the context's end, or a step.
+    """
+
+    @functools.wraps(original)
+    def __enter__(self: Any) -> None:
+        original(self)
+        for param in self.params if self.enabled else ():
+            if swaps_here(param):
+                param.ds_active_sub_modules.add(_HELD)
+
+    return __enter__
+
+
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
     """``Init._partition_param``: DeepSpeed partitions all parameters of a context with the first one's ``zero.Init``,
     and its swapper; here values go where their own parameter lives. What is freed under ``torch.inference_mode()`` can
@@ -531,6 +549,7 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         swapper, of_first = param.nvme_swapper, self.param_swapper
         with ExitStack() as ending:
             if isinstance(swapper, FuyouParameterSwapper):
+                param.ds_active_sub_modules.discard(_HELD)
                 if param.ds_tensor is None:
                     swapper.agree(param.ds_process_group)
                 if has_been_updated:
