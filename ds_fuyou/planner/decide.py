@@ -29,7 +29,8 @@ which many micro-batches make up for: where a step is shorter with updates that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -398,13 +399,14 @@ def _decided(
     if given.lent_bytes:
         found += f", {given.lent_bytes / MIB:.0f} of them held by engines without an optimizer that were built before"
     raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {_shown(least_needed)} of host memory, {found}; "
+        f"the smallest placement that the tiers allow needs {_shown(least_needed, math.ceil)} of host memory, {found}; "
         f"raise it, set more tiers to nvme, or plan smaller shares"
     )
 
 
-def _shown(num_bytes: float) -> str:
-    return f"{num_bytes / MIB:.0f} MiB" if num_bytes >= MIB else f"{num_bytes:.0f} bytes"
+def _shown(num_bytes: float, to_whole: Callable[[float], int] = int) -> str:
+    """What is needed is rounded up, so that it is never shown as what there is."""
+    return f"{to_whole(num_bytes / MIB)} MiB" if num_bytes >= MIB else f"{to_whole(num_bytes)} bytes"
 
 
 def _with_less_apart(search: _Search, best: _Tried) -> tuple[_Search, _Tried]:

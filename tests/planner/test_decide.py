@@ -60,6 +60,19 @@ def test_a_budget_that_was_meant_in_other_units_is_told_in_bytes() -> None:
         decided(USUAL, given)
 
 
+def test_what_is_needed_is_never_shown_as_what_there_is() -> None:
+    """Halfway between two MiB, either way of rounding both would show the same."""
+    with pytest.raises(FuyouConfigError, match=r"needs \d+ MiB") as refused:
+        decided(USUAL, replace(GIVEN, dram_budget_bytes=16))
+    needed = int(str(refused.value).split("needs ")[1].split(" MiB")[0])
+    for budget in range((needed - 1) << 20, needed << 20, 1 << 17):
+        try:
+            decided(USUAL, replace(GIVEN, dram_budget_bytes=budget))
+        except FuyouConfigError as error:
+            assert f"needs {needed} MiB of host memory, dram_budget_bytes is {needed - 1} MiB" in str(error)
+    decided(USUAL, replace(GIVEN, dram_budget_bytes=needed << 20))
+
+
 def test_no_chunk_is_larger_than_the_model() -> None:
     """In the memory that two in flight take."""
     given, stored = replace(GIVEN, numel=100_000, largest_param_numel=1_000), Residency(0.0, 0.0, 0.0)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ds_fuyou.log import current_rank, get_logger, log_once
-from ds_fuyou.planner.document import CLASSES
+from ds_fuyou.planner.document import CLASSES, Residency
 from ds_fuyou.planner.plan import bytes_each, has_two_versions, in_use_bytes, narrow_arena_bytes
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import expert_values, placed_again
@@ -289,7 +289,7 @@ class RunMoves:
         away = replace(core.place.residency, **{"states" if states_leave else "params": nothing})
         grows = max(0, core.staging_bytes(away) - core.staging.capacity_bytes)
         if not states_leave:
-            grows += max(0, state.plan.prefetch_bytes - state.parameters.capacity_bytes)
+            grows += max(0, self._reads_bytes(replace(now, parameters=0.0)) - state.parameters.capacity_bytes)
         lacking = self._lacking_bytes(grows)
         if lacking <= 0:
             return
@@ -308,7 +308,8 @@ class RunMoves:
             share = 0.0 if state.device.is_host else max(0.0, now.parameters - lacking / size)
             if not least(float(self.is_ready))[0]:
                 return  # a later step finds it ready
-            if self._place_params(replace(self._as_it_is, params=share)):
+            reads = self._reads_bytes(replace(now, parameters=share))
+            if self._place_params(replace(self._as_it_is, params=share, prefetch_bytes=reads)):
                 self._tell(f"P16 of {100 * (now.parameters - share):.0f} % of the parameters has left it for storage")
             else:
                 self._is_refused["parameters"] = True
@@ -319,10 +320,14 @@ class RunMoves:
             else:
                 self._is_refused["gradients"] = True
 
+    def _reads_bytes(self, residency: Residency) -> int:
+        """Host memory that parameters are read to, planned or as much as the largest of those needs."""
+        return max(self._state.plan.prefetch_bytes, in_use_bytes(self._state.plan_input, residency))
+
     def _frozen_leave(self) -> bool:
         """False if they cannot: others have to."""
         state, now = self._state, self._state.plan.residency
-        reads = max(state.plan.prefetch_bytes, in_use_bytes(state.plan_input, replace(now, frozen=0.0)))
+        reads = self._reads_bytes(replace(now, frozen=0.0))
         grows = max(0, reads - state.parameters.capacity_bytes)
         lacking = self._lacking_bytes(grows)
         if lacking <= 0:
