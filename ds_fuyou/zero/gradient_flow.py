@@ -96,7 +96,7 @@ class GradientFlow:
         )
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
-        self._is_followed = False  # something that waits is
+        self._followed: list[Any] = []  # streams that hooks of the script's launch on, behind ours, for what waits
         self._starts_anew = False  # the next gradient that comes
         self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
@@ -132,6 +132,7 @@ class GradientFlow:
         if self._starts_anew:
             self.forget()
         self._note_backward()
+        self._wait_for_hooks()
         is_ready, is_followed = getattr(param, "ds_grad_is_ready", True), _is_followed(param)
         if is_ready:
             if hasattr(self._stock, "_apply_autoep_folding_tp_correction"):
@@ -153,7 +154,8 @@ class GradientFlow:
         if is_alone and not is_followed:
             self._reduce([param])
         else:
-            self._is_followed |= is_followed
+            if is_followed and self._stream is not None:
+                self._followed.append(self._streams[param.ds_id])
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
 
@@ -183,10 +185,14 @@ class GradientFlow:
 
     def flush(self) -> None:
         """Reduces what waits, as the script's hooks left it, and hands the partitions over."""
-        if self._stream is not None and self._is_followed:
-            self._stream.wait_stream(self._state.device.current_stream())
-        self._is_followed = False
+        self._wait_for_hooks()
         self._reduce_waiting()
+
+    def _wait_for_hooks(self) -> None:
+        """What came before has had its hooks by now, whether or not what comes is ready."""
+        for stream in dict.fromkeys(self._followed):
+            self._stream.wait_stream(stream)
+        self._followed.clear()
 
     def _reduce_waiting(self) -> None:
         for params in self._cut.take_all():

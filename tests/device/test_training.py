@@ -22,6 +22,7 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 import ds_fuyou
@@ -818,6 +819,43 @@ def test_an_output_leaves_behind_the_stream_that_made_it(tmp_path: Path) -> None
             assert session.swapper.tier.counters.out_bytes > 0
         engine.destroy()
     assert losses["auto"] == losses["none"]
+
+
+class Tiled(torch.nn.Module):
+    """DeepSpeed computes its MLP in two parts, of which the first leaves a gradient that is not ready."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False)
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        params = [*self.up.parameters(), *self.down.parameters()]
+        x = TiledMLP.apply(lambda _, part: self.down(self.up(part).relu()), self, self.embed(ids), 2, params)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def many_times_more(param: torch.nn.Parameter) -> None:
+    for _ in range(30):
+        param.grad.mul_(1.5)
+
+
+def test_what_a_hook_leaves_of_a_gradient_is_reduced_behind_it(tmp_path: Path) -> None:
+    """Also where what comes next is not ready, and a slow device has not made it yet."""
+    torch.standin.core.configure({"slow_compute_secs": 0.003})
+    norms = []
+    for swap in (None, tmp_path):
+        config = ds_config(zero_optimization={"stage3_param_persistence_threshold": 0})
+        if swap is not None:
+            config["fuyou"] = fuyou_of(swap, "states", "auto", "backward_and_forward", 2, "none")
+        torch.manual_seed(0)
+        model = Tiled()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        model.head.weight.register_post_accumulate_grad_hook(many_times_more)
+        train(engine, {"ids": torch.arange(24, device=engine.device).view(2, 12)})
+        norms.append(float(engine.get_global_grad_norm()))
+        engine.destroy()
+    assert norms[0] == norms[1]
 
 
 def test_gradients_of_a_large_block_do_not_fill_the_device(tmp_path: Path) -> None:
