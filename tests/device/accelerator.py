@@ -88,6 +88,11 @@ for _name in (
     "memory_stats",
     "reset_peak_memory_stats",
     "empty_cache",
+    "get_rng_state",
+    "set_rng_state",
+    "manual_seed",
+    "manual_seed_all",
+    "initial_seed",
 ):
     setattr(StandinAccelerator, _name, _forwarded(_name))
 for _name, _other in (

@@ -159,10 +159,11 @@ _ASKED = {
     "is_bf16_supported": lambda: True,
     "get_device_name": lambda device=None: NAME,
     "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-    # The host's generator draws for the device, too.
-    "get_rng_state": lambda device=None: torch.get_rng_state(),
-    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
-    "initial_seed": torch.initial_seed,
+    "get_rng_state": lambda device=None: _core().random_state(),
+    "set_rng_state": lambda state, device=None: _core().set_random_state(state),
+    "manual_seed": lambda seed: _core().seed(seed),
+    "manual_seed_all": lambda seed: _core().seed(seed),
+    "initial_seed": lambda: _core().initial_seed(),
     "memory_allocated": _on_current("memory", lambda: _core().memory()["allocated"]),
     "max_memory_allocated": _on_current("memory", lambda: _core().memory()["peak"]),
     "memory_reserved": _on_current("memory", lambda: _core().memory()["reserved"]),
@@ -184,8 +185,7 @@ def install_backend(**settings: float) -> types.ModuleType:
     module.core = load()
     for name, function in _ASKED.items():
         setattr(module, name, function)
-    for name in ("_lazy_init", "manual_seed", "manual_seed_all"):
-        setattr(module, name, lambda *_: None)
+    module._lazy_init, module._initialized = lambda: None, True
     module.Stream = _on_current("a stream", lambda: torch.Stream(device=f"{NAME}:{_core().current_device()}"))
     # A class of its own would be refused by torch.Event.elapsed_time.
     module.Event = lambda enable_timing=False, blocking=False, interprocess=False: torch.Event(

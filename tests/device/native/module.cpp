@@ -46,7 +46,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isPinnedPtr(const void* at) const override { return host_memory.is_pinned(at); }
     at::Allocator* getPinnedMemoryAllocator() const override { return &host_memory; }
     at::Device getDeviceFromPtr(void*) const override { return own_device(); }
-    // The host's generator serves, so that the device draws the numbers that the CPU would.
+    // The host's generator serves, so that the device draws the numbers that the CPU would, unless
+    // `own_generator` is set, which operators ask.
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override
     {
         return at::detail::getDefaultCPUGenerator();
@@ -172,6 +173,7 @@ void configure(const std::map<std::string, double>& changes)
         {"timed", &it.timed},
         {"skip", &it.skip},
         {"zeros", &it.zeros},
+        {"own_generator", &it.own_generator},
         {"flops", &it.flops},
         {"memory_rate", &it.memory_rate},
         {"up_rate", &it.up_rate},
@@ -266,6 +268,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
             {"active", now.active},           {"peak_active", now.peak_active},
             {"num_flushes", now.num_flushes}, {"capacity", settings.capacity}};
     });
+    module.def("random_state", [] { return generator().get_state(); });
+    module.def("set_random_state", [](const Tensor& state) { generator().set_state(state); });
+    module.def("seed", [](uint64_t seed) { generator().set_current_seed(seed); });
+    module.def("initial_seed", [] { return generator().current_seed(); });
     module.def("num_flights", [] { return host_memory.num_flights(); });
     module.def("counters", &counters);
     module.def("busy_secs", &busy_secs);

@@ -3,6 +3,8 @@
 // the script has its tensors before the kernel runs.
 #include "operators.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <algorithm>
 #include <future>
 #include <unordered_map>
@@ -20,6 +22,7 @@ struct Operator {
     bool is_view = false;
     bool is_dynamic = false;   // results' sizes follow from values: the host must wait
     bool indexes = false;      // dynamic only where an index is a mask
+    bool may_draw = false;     // random numbers
     bool draws = false;        // fills its one tensor with random numbers
     std::vector<int> returns;  // the argument that is returned, or -1 for a new value
 };
@@ -29,10 +32,10 @@ Operator facts_from(const c10::OperatorHandle& op)
     Operator facts;
     const auto& schema = op.schema();
     // The CPU's fused attention draws nothing: with dropout another kernel is chosen.
-    const bool may_draw = op.hasTag(at::Tag::nondeterministic_seeded) &&
-                          schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
+    facts.may_draw = op.hasTag(at::Tag::nondeterministic_seeded) &&
+                     schema.name() != "aten::_scaled_dot_product_flash_attention_for_cpu";
     facts.indexes = schema.name() == "aten::index";
-    facts.is_dynamic = op.hasTag(at::Tag::data_dependent_output) || may_draw ||
+    facts.is_dynamic = op.hasTag(at::Tag::data_dependent_output) || facts.may_draw ||
                        (op.hasTag(at::Tag::dynamic_output_shape) && !facts.indexes);
     const auto is_tensor = [](const c10::TypePtr& type) {
         return type->isSubtypeOf(*c10::TensorType::get());
@@ -52,7 +55,7 @@ Operator facts_from(const c10::OperatorHandle& op)
     const auto num_tensors =
         std::count_if(schema.arguments().begin(), schema.arguments().end(),
                       [&](const c10::Argument& each) { return is_tensor(each.type()); });
-    facts.draws = may_draw && num_tensors == 1 && facts.returns == std::vector<int>{0};
+    facts.draws = facts.may_draw && num_tensors == 1 && facts.returns == std::vector<int>{0};
     return facts;
 }
 
@@ -276,6 +279,36 @@ const Stack& known(const Call& call)
     return all.emplace(std::move(key), std::move(made)).first->second;
 }
 
+// ---- random numbers -----------------------------------------------------------------------------
+
+// Inside, the CPU's kernels, which ask the host's generator, draw the device's numbers.
+class Drawing {
+  public:
+    explicit Drawing(bool draws) : draws_(draws && settings.own_generator)
+    {
+        if (draws_) exchange();
+    }
+    ~Drawing()
+    {
+        if (draws_) exchange();
+    }
+    Drawing(const Drawing&) = delete;
+    Drawing& operator=(const Drawing&) = delete;
+
+  private:
+    static void exchange()
+    {
+        at::Generator host = at::detail::getDefaultCPUGenerator();
+        at::Generator own = generator();
+        const std::scoped_lock hold(host.mutex(), own.mutex());
+        const Tensor before = host.get_state();
+        host.set_state(own.get_state());
+        own.set_state(before);
+    }
+
+    const bool draws_;
+};
+
 // ---- three ways to run --------------------------------------------------------------------------
 
 Stack run_late(const Call& call)
@@ -305,7 +338,10 @@ Stack run_late(const Call& call)
 Stack run_now(const Call& call)
 {
     Stack values = replaced(call.given, at::kCPU, call.left_out ? zeros_on_host : aliased);
-    compute_now(call.name, [&] { call.op.callBoxed(&values); });
+    {
+        const Drawing drawing(call.facts.may_draw);
+        compute_now(call.name, [&] { call.op.callBoxed(&values); });
+    }
     Stack out = call.results(values);
     const std::vector<Tensor> made = call.fresh(out);
     launch(call.name, Engine::compute, call.secs(made),
@@ -318,6 +354,7 @@ Stack draw(const Call& call)
 {
     std::function<void()> run;
     if (!call.left_out) {
+        const Drawing drawing(true);
         Stack values = replaced(call.given, at::kCPU, zeros_on_host);
         call.op.callBoxed(&values);
         run = [drawn = values[0].toTensor(), target = aliased(call.given[0].toTensor())] {
@@ -337,6 +374,12 @@ bool has_mask(const Stack& given)
 }
 
 }  // namespace
+
+at::Generator generator()
+{
+    static const at::Generator& own = *new at::Generator(at::detail::createCPUGenerator());
+    return settings.own_generator ? own : at::detail::getDefaultCPUGenerator();
+}
 
 bool is_view(const c10::OperatorHandle& op)
 {

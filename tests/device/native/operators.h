@@ -31,6 +31,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking);
 void run_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 bool is_view(const c10::OperatorHandle& op);
 
+// Of random numbers: the host's, or under `own_generator` the device's.
+at::Generator generator();
+
 // Prefers those to compositions of torch's (kernels.cpp).
 void register_operators();
 
