@@ -190,9 +190,10 @@ class GradientFlow:
 
     def _wait_for_hooks(self) -> None:
         """What came before has had its hooks by now, whether or not what comes is ready."""
-        for stream in dict.fromkeys(self._followed):
-            self._stream.wait_stream(stream)
-        self._followed.clear()
+        if self._stream is not None and self._followed:
+            for stream in dict.fromkeys(self._followed):
+                self._stream.wait_stream(stream)
+            self._followed.clear()
 
     def _reduce_waiting(self) -> None:
         for params in self._cut.take_all():
