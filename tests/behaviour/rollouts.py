@@ -30,10 +30,13 @@ MODEL = {"num_layers": 6, "width": 256}
 NUM_TOKENS = 8
 
 
-def engine_of(swap: str | None, *, trains: bool = True, tied: bool = False, **plan: Any) -> Any:
+def engine_of(
+    swap: str | None, *, trains: bool = True, tied: bool = False, zero: dict[str, Any] | None = None, **plan: Any
+) -> Any:
     """With P16 on storage, or a stock engine where ``swap`` is None."""
     trace = plan.pop("trace", None)
-    config = ds_config(gradient_clipping=0.5) if trains else ds_config(optimizer=None)
+    zero = {"zero_optimization": zero or {}}
+    config = ds_config(gradient_clipping=0.5, **zero) if trains else ds_config(optimizer=None, **zero)
     if swap is not None:
         config["fuyou"] = block(swap, "all", "speculate", **plan) | ({} if trace is None else {"trace": trace})
     torch.manual_seed(1)
@@ -563,6 +566,21 @@ def edited(swap: str) -> dict[str, Any]:
     return {"same": same, "away": ours[3]}
 
 
+def edited_leaves(swap: str) -> dict[str, Any]:
+    """The same of modules that DeepSpeed gathers whole, whose parameters it empties when it lets go of them."""
+    engine = engine_of(swap, prefetch_bytes=700_000, zero={"stage3_module_granularity_threshold": 1_000_000})
+    before, params = forwards(engine), list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        with torch.no_grad():
+            for param in params:
+                param.mul_(0.5)
+        inside = forwards(engine, 1) + forwards(engine, 1)
+        sizes = [param.numel() == param.ds_numel for param in params]
+    behind = forwards(engine)
+    same = [inside[0] == inside[1], inside[0] == behind[0], inside != before, *sizes]
+    return {"same": same, "away": [param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in params]}
+
+
 SCENARIOS: dict[str, Any] = {
     "fits": lambda swap: tokens(swap, 16_000_000),
     "half": lambda swap: tokens(swap, 2_800_000),
@@ -575,6 +593,7 @@ SCENARIOS: dict[str, Any] = {
     "between": between,
     "frozen": frozen,
     "edited": edited,
+    "edited-leaves": edited_leaves,
     "saved": saved,
     "scarce": scarce,
     "sleep": sleep,

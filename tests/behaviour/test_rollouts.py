@@ -93,9 +93,9 @@ def test_a_forward_without_gradients_leaves_no_gather_in_flight(tmp_path: Path) 
     assert found == ["NOT_AVAILABLE", True, "INFLIGHT"], "a backward would use what is in flight"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_forward_inside_of_a_gather_lets_nothing_go_that_is_edited(num_ranks: int, tmp_path: Path) -> None:
-    for found in run("edited", tmp_path / "swap", num_ranks=num_ranks, script=SCRIPT):
+@pytest.mark.parametrize(("name", "num_ranks"), [("edited", 1), ("edited", 2), ("edited-leaves", 1)])
+def test_a_forward_inside_of_a_gather_lets_nothing_go_that_is_edited(name: str, num_ranks: int, tmp_path: Path) -> None:
+    for found in run(name, tmp_path / "swap", num_ranks=num_ranks, script=SCRIPT):
         assert all(found["same"]), found
         assert any(found["away"]), "the next forward lets them go"
 

@@ -56,8 +56,6 @@ __all__ = [
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
-_HELD = "GatheredParameters"
-"""Stands among the modules that use a parameter, as DeepSpeed counts them."""
 _READS_ONLY: ContextVar[bool] = ContextVar("ds_fuyou_reads_only", default=False)
 
 
@@ -208,6 +206,7 @@ class FuyouParameterSwapper:
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
         self._buffers: dict[int, torch.Tensor] = {}
         self._aside: dict[int, torch.Tensor] = {}  # by ds_id: gathered values of what is partitioned
+        self._held: set[int] = set()  # by ds_id: gathered by a script that is in the context
         self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
         self.as_taken: dict[int, int | None] = {}
         """By ds_id: of what a checkpoint may leave out, a number for the values that the first engine found. None once
@@ -411,6 +410,17 @@ class FuyouParameterSwapper:
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
             PARTITION_TENSORS.stand_in(param.ds_tensor)
 
+    def hold_gathered(self, param: Parameter) -> None:
+        """No module lets it go until it is partitioned."""
+        if not param.is_external_param:
+            param.is_external_param = True
+            self._held.add(param.ds_id)
+
+    def held_no_more(self, param: Parameter) -> None:
+        if param.ds_id in self._held:
+            self._held.remove(param.ds_id)
+            param.is_external_param = False
+
     def put_aside(self, param: Parameter) -> None:
         """The gathered values stay on the device while the parameter is partitioned. Edits pass here, and end that; a
         step does not, and must say so (:meth:`forget_gathered`)."""
@@ -523,7 +533,8 @@ def gathers_to_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def held_inside(original: Callable[..., None]) -> Callable[..., None]:
     """``GatheredParameters.__enter__``: a forward inside lets nothing go that the context has gathered, whatever
-    little may stay gathered; edits would go with it. Until it is partitioned: by the context's end, or a step.
+    little may stay gathered; edits would go with it. As DeepSpeed lets go of no parameter that a module has handed out.
+    Until it is partitioned: by the context's end, or a step.
     """
 
     @functools.wraps(original)
@@ -531,7 +542,7 @@ def held_inside(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         for param in self.params if self.enabled else ():
             if swaps_here(param):
-                param.ds_active_sub_modules.add(_HELD)
+                param.nvme_swapper.hold_gathered(param)
 
     return __enter__
 
@@ -549,7 +560,7 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         swapper, of_first = param.nvme_swapper, self.param_swapper
         with ExitStack() as ending:
             if isinstance(swapper, FuyouParameterSwapper):
-                param.ds_active_sub_modules.discard(_HELD)
+                swapper.held_no_more(param)
                 if param.ds_tensor is None:
                     swapper.agree(param.ds_process_group)
                 if has_been_updated:
