@@ -85,6 +85,7 @@ class SlotStore:
         self._knows_record = True
         self._recoverable = recoverable
         self._because = ""
+        self._is_as_found = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -214,7 +215,7 @@ class SlotStore:
 
     def adopt(self, *, keep: bool) -> None:
         """What :meth:`open` took over is this run's from now on: it stays as if the run had created it, also after a
-        kill, when others look at it.
+        kill, when others look at it; and until the run commits something of its own it stays in any case.
 
         Raises:
             FuyouStorageError: that cannot be written. A disk that is full is told and changes nothing for this run.
@@ -226,7 +227,7 @@ class SlotStore:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 logger.warning("%s: after a kill keep_state is what the run before said", error)
-            self._keep, self._recoverable = keep, True
+            self._keep, self._recoverable, self._is_as_found = keep, True, True
 
     def keep_because(self, why: str) -> None:
         """The run has failed: the state stays when the store is closed, if there is something to recover."""
@@ -234,15 +235,18 @@ class SlotStore:
 
     @property
     def has_failed(self) -> bool:
-        """The run has, or a commit."""
-        return bool(self._because or self._failure)
+        """The run has, or a commit, or there was none since the run went on."""
+        return bool(self._because or self._failure or self._is_as_found)
 
     def _why_kept(self) -> str:
         last = self._newest
         if last is None or last.lacks_states or not last.intact or last.step == 0:
             return ""
         is_whole = self._recoverable and not self._lost
-        return (self._because or self._failure or ending.unclean_end()) if is_whole else ""
+        if not is_whole:
+            return ""
+        unclean = self._because or self._failure or ending.unclean_end()
+        return unclean or ("the run made no step" if self._is_as_found else "")
 
     def _tell_kept(self, why: str) -> None:
         run, identity = self._files.runs[0], self._files.manifest.identity
@@ -376,6 +380,7 @@ class SlotStore:
             if new.lacks_states or any(old.lacks_states for old in older):
                 older = []  # what the older one names is not, or will not be, where it says
             self._write_commits((new, *older))
+            self._is_as_found = False
 
     def _write_commits(self, commits: tuple[CommitRecord, ...]) -> None:
         entries: list[JsonValue] = [{"step": one.step, "slots": one.slots, "meta": one.meta} for one in commits]

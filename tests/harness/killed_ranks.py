@@ -280,7 +280,10 @@ def main(path: str, case: dict) -> None:
     model = None
     if "runs_out" in case:
         failed = build(path, case, rank)
-        run_out(failed)
+        if case["runs_out"] == "at once":
+            failed.destroy()
+        else:
+            run_out(failed)
         model = failed.module if case["runs_out"] == "same model" else None
     engine = build(path, case, rank, model)
     if "signalled" in case:
