@@ -72,9 +72,7 @@ def test_what_is_needed_is_never_shown_as_what_there_is() -> None:
             decided(USUAL, replace(GIVEN, dram_budget_bytes=too_little + (1 << 16)))
             break
         too_little += 1 << 16
-    with pytest.raises(
-        FuyouConfigError, match=rf"needs {needed} MiB .*, dram_budget_bytes is {needed - 1} MiB"
-    ):
+    with pytest.raises(FuyouConfigError, match=rf"needs {needed} MiB .*, dram_budget_bytes is {needed - 1} MiB"):
         decided(USUAL, replace(GIVEN, dram_budget_bytes=too_little))
     decided(USUAL, replace(GIVEN, dram_budget_bytes=needed << 20))
 
