@@ -215,7 +215,7 @@ def test_a_scheduler_without_state_is_named_and_nothing_is_recorded(
 @pytest.mark.parametrize(
     ("other", "why"),
     [
-        (Run(scheduler=False), "had a learning-rate scheduler and this one has none"),
+        (Run(scheduler=False), "had a learning-rate scheduler: one; this one: none"),
         (Run(num_groups=2), "had 1 parameter groups, this one has 2"),
         (Run(mask_numel=200_000), r"no buffer mask of shape \(300000,\)"),
         (Run(frozen="another"), "frozen parameters with other values"),
@@ -306,7 +306,7 @@ def test_what_only_the_script_can_read_does_not_hide_the_rest(monkeypatch: pytes
 def test_what_cannot_be_read_is_refused_in_one_line(given: Any) -> None:
     run, other = Run(), Run()
     taken = {**run.take(), **given} if given and isinstance(given, dict) else given
-    with pytest.raises(FuyouStateError, match="no run like this one left the state files") as told:
+    with pytest.raises(FuyouStateError, match="cannot go on from the state files in nvme_path") as told:
         other.state.put_back(other.engine, taken)
     assert "\n" not in str(told.value)
 

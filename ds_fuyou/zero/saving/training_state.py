@@ -252,7 +252,8 @@ class TrainingState:
         stock, scheduler, buffers = self._optimizer, getattr(engine, "lr_scheduler", None), self._buffers.all()
         groups = stock.optimizer.param_groups
         if (scheduler is None) != (record.scheduler is None):
-            raise _differs("its run had a learning-rate scheduler and this one has none, or the other way round")
+            one, other = ("none", "one") if record.scheduler is None else ("one", "none")
+            raise _differs(f"that run had a learning-rate scheduler: {one}; this one: {other}")
         if len(groups) != len(record.groups):
             raise _differs(f"its run had {len(record.groups)} parameter groups, this one has {len(groups)}")
         schedules = _schedules(engine)
@@ -355,8 +356,8 @@ class TrainingState:
 
 def _differs(why: str) -> FuyouStateError:
     return FuyouStateError(
-        f"no run like this one left the state files in nvme_path: {why}. Resume with the same script and "
-        "configuration, or use another nvme_path"
+        f"this run cannot go on from the state files in nvme_path: {why}. Undo that to go on; fuyou recover makes a "
+        "checkpoint of them, fuyou clean removes them, and another nvme_path leaves them alone"
     )
 
 
