@@ -11,7 +11,7 @@ for what such objects hold.
 from __future__ import annotations
 
 import functools
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -77,6 +77,21 @@ class _Container:
     items: Any = ()
 
 
+@dataclass(slots=True, eq=False)
+class _Wrapper:
+    """``held``: its attributes."""
+
+    address: int
+    kind: Any
+    held: _Container
+
+
+def _wraps(kind: type) -> bool:
+    """Whether it is Python's class for containers of one's own: an object with attributes, one of them the container.
+    (To ask ``isinstance`` costs more: these are abstract.)"""
+    return UserDict in kind.__mro__ or UserList in kind.__mro__
+
+
 def is_small(tensor: torch.Tensor) -> bool:
     """Whether it is copied with what holds it."""
     if type(tensor) is not torch.Tensor or not is_movable(tensor, tensor.device) or tensor.is_inference():
@@ -126,6 +141,10 @@ class Held:
             items = [self._take(each, depth - 1) for each in value]
             is_same = all(one is other for one, other in zip(items, value, strict=True))
             return value if is_same else _Tuple(tuple if kind is tuple else kind._make, items)
+        if depth and _wraps(kind):
+            if id(value) not in self._known:
+                self._known[id(value)] = _Wrapper(id(value), kind, self._contents(vars(value), depth))
+            return self._known[id(value)]
         self.others.append(value)
         return value
 
@@ -219,6 +238,8 @@ class Brought:
             return self._copied(value, now)
         if kind is _Container:
             return self._container(value)
+        if kind is _Wrapper:
+            return self._wrapper(value)
         if kind is _Tuple:
             return value.make(_with_streams(self._each(value.items, now), now))
         return tuple(_with_streams(value, now)) if kind is type(now) is tuple else value
@@ -254,6 +275,15 @@ class Brought:
         fill(found, items)
         return found
 
+    def _wrapper(self, value: _Wrapper) -> Any:
+        if id(value) not in self._made:
+            now = self._there.get(value.address)
+            found = self._made[id(value)] = now if type(now) is value.kind else value.kind.__new__(value.kind)
+            held = self._container(value.held)
+            if held is not vars(found):
+                vars(found).update(held)
+        return self._made[id(value)]
+
     def _tensor(self, value: _Tensor) -> torch.Tensor:
         found: torch.Tensor | None = self._made.get(id(value))
         if found is None:
@@ -282,20 +312,23 @@ class Brought:
 
 
 def _containers(states: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """All that are reached, each once."""
+    """All that are reached, each once; and wrappers, with their attributes."""
     seen: set[int] = set()
     left: list[Any] = [each for state in states for each in state.values()]
     while left:
         value = left.pop()
-        if type(value) in _CONTAINERS:
-            if id(value) in seen:
-                continue
+        kind = type(value)
+        if kind in _ATOMS or id(value) in seen:
+            continue
+        if kind in _CONTAINERS:
             seen.add(id(value))
             yield value
-        elif not isinstance(value, tuple):
-            continue
-        inside = value.values() if isinstance(value, dict) else value
-        left.extend(each for each in inside if type(each) in _CONTAINERS or isinstance(each, tuple))
+            left += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, tuple):
+            left += value
+        elif _wraps(kind):
+            yield value
+            left.append(vars(value))
 
 
 def _is_filled(container: Any, items: Any) -> bool:

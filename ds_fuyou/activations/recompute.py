@@ -96,6 +96,24 @@ def _held_by(value: Any) -> dict[str, Any]:
     return held if isinstance(held, dict) and not isinstance(value, (torch.Tensor, nn.Module)) else {}
 
 
+def _places(value: Any) -> dict[str, int]:
+    """What an object holds by name, by identity."""
+    return {name: id(each) for name, each in _held_by(value).items()}
+
+
+def _tell_changed(given: Iterable[tuple[Any, dict[str, int]]]) -> None:
+    """Objects that are not brought back, and what they held when the forward began."""
+    for value, then in given:
+        names = sorted(str(name) for name, _ in then.items() ^ _places(value).items())
+        if names:
+            log_once(
+                logging.WARNING,
+                f"a block that may be computed again in backward changes {names[0]} of the {type(value).__name__} that "
+                "it is given, and finds that changed then: where it reads it, gradients are wrong. activations.mode "
+                '"swap" computes nothing again',
+            )
+
+
 def _is_cache(value: Any) -> bool:
     return any("Cache" in kind.__name__ for kind in type(value).__mro__)
 
@@ -215,6 +233,7 @@ class RecomputedForward:
         others = Held(
             [{"given": [None if is_input else leaf for leaf, is_input in zip(leaves, are_inputs, strict=True)]}]
         )
+        unseen = [(each, _places(each)) for each in others.others]
         found = Surroundings(module, leaves, self._draws)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
@@ -236,6 +255,7 @@ class RecomputedForward:
                 output = _recompute_first(forward(*values, **named), saved, handed)
             self._changed.after(module, buffers)
             found.forward_ended()
+            _tell_changed(unseen)
             return output
 
         contexts = saved.contexts if saved is not None else _no_contexts

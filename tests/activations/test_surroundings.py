@@ -8,7 +8,7 @@ import gc
 import inspect
 import random
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,12 @@ class Pair(NamedTuple):
     name: str
 
 
+class Wrapped(UserDict[str, torch.Tensor]):
+    """Python's class for dictionaries of one's own, which torch takes for no dictionary."""
+
+    scale = 1.0
+
+
 class Block(nn.Module):
     """``how`` gets the block, its input, and what all blocks share in one forward."""
 
@@ -65,6 +71,7 @@ class Block(nn.Module):
         self.array = numpy.ones(2)
         self.nested = {"losses": ([], 0), "sums": defaultdict(lambda: torch.zeros(1, dtype=torch.float32))}
         self.levels = {"all": self.level, "own": torch.ones(WIDTH)}
+        self.notes = UserList([0.5])
         self.last, self.by_kind = deque(maxlen=3), defaultdict(float)
         self.counted, self.generators = Counter(), [torch.Generator().manual_seed(2)]
         self.register_buffer("begun", torch.ones(1))
@@ -81,6 +88,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shared: dict[str, Any] = {"all": [], "counted": Counter(), "seen": set(), "array": numpy.ones(1)}
+        shared |= {"wrapped": Wrapped(), "own": SimpleNamespace(factor=2.0)}
         for block in self.blocks:
             x = block(x, shared)
         return x.square().mean() + sum(item.square().mean() for item in shared["all"])
@@ -190,6 +198,15 @@ def given_and_changed(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> 
     return h
 
 
+def shares_by_wrappers(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+    """Under one name, with gradients, as models whose layers share keys and values do; and one of its own."""
+    h = h + shared["wrapped"].get("last", 0.5) * shared["wrapped"].scale * sum(block.notes)
+    shared["wrapped"]["last"] = h
+    shared["wrapped"].scale *= 0.5
+    block.notes.append(float(h.detach().mean()))
+    return h
+
+
 def in_training(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
     return F.dropout(h, 0.3, block.training) * (1.0 if block.training else 0.5)
 
@@ -238,7 +255,13 @@ def state(model: nn.Module) -> list[Any]:
         memory = None if block.memory is None else block.memory.tolist()
         own = [block.own.get_state().tolist(), block.numbers.bit_generator.state, block.more.getstate()]
         found += [*own, block.share, memory, block.seen, block.begun, block.training]
-        found += [[each.tolist() for each in block.last], block.last.maxlen, dict(block.by_kind), block.by_kind["none"]]
+        found += [
+            [*block.notes],
+            [each.tolist() for each in block.last],
+            block.last.maxlen,
+            dict(block.by_kind),
+            block.by_kind["none"],
+        ]
         found += [block.nested["losses"][0], block.nested["sums"]["all"].tolist()]
         found += [
             block.array.tolist(),
@@ -266,6 +289,7 @@ def state(model: nn.Module) -> list[Any]:
         past_pytorch,
         views_and_histories,
         given_and_changed,
+        shares_by_wrappers,
         in_training,
         by_defaults,
         multiplies_sparsely,
@@ -509,6 +533,22 @@ def test_what_is_given_inside_of_others_is_refused_once_it_has_changed(tmp_path:
         loss = model(inputs())
         with pytest.raises(RuntimeError, match=r"in-?place operation"):
             loss.backward()
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_an_object_that_is_changed_and_not_brought_back_is_told(
+    changes: bool, tmp_path: Path, told: Callable[[], str]
+) -> None:
+    def reads(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        own = shared["own"]
+        if changes:
+            own.factor = own.factor * 0.5
+        return h * own.factor
+
+    model = Model(reads).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        model(inputs()).backward()
+    assert told().count("changes factor of the SimpleNamespace that it is given") == changes
 
 
 def test_what_lies_on_another_device_of_the_script_stays() -> None:
