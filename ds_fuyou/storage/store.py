@@ -235,8 +235,8 @@ class SlotStore:
 
     @property
     def has_failed(self) -> bool:
-        """The run has, or a commit, or there was none since the run went on."""
-        return bool(self._because or self._failure or self._is_as_found)
+        """The run has, or a commit."""
+        return bool(self._because or self._failure)
 
     def _why_kept(self) -> str:
         last = self._newest
