@@ -87,9 +87,10 @@ class _Wrapper:
 
 
 def _wraps(kind: type) -> bool:
-    """Whether it is Python's class for containers of one's own: an object with attributes, one of them the container.
-    (To ask ``isinstance`` costs more: these are abstract.)"""
-    return UserDict in kind.__mro__ or UserList in kind.__mro__
+    """Whether it is Python's class for containers of one's own: an object with attributes, one of them the container,
+    and nothing else. (To ask ``isinstance`` costs more: these are abstract.)"""
+    is_one = UserDict in kind.__mro__ or UserList in kind.__mro__
+    return is_one and not any(vars(each).get("__slots__") for each in kind.__mro__)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -278,7 +279,7 @@ class Brought:
     def _wrapper(self, value: _Wrapper) -> Any:
         if id(value) not in self._made:
             now = self._there.get(value.address)
-            found = self._made[id(value)] = now if type(now) is value.kind else value.kind.__new__(value.kind)
+            found = self._made[id(value)] = now if type(now) is value.kind else object.__new__(value.kind)
             held = self._container(value.held)
             if held is not vars(found):
                 vars(found).update(held)

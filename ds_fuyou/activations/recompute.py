@@ -10,7 +10,8 @@ import inspect
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
@@ -59,22 +60,70 @@ class _RecomputeFirst(torch.autograd.Function):
         return grads[0], None, None
 
 
-def _recompute_first(output: Any, saved: RegionOutputs | None, given: Mapping[int, int]) -> Any:
+class _Given:
+    """What a block is given: tensors, with how often each was changed in place, and what holds others, by identity. All
+    of it is kept meanwhile, or what the block lets go of would leave its number to something new.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.versions: dict[int, int] = {}
+        self.containers: dict[int, Any] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._look(arguments)
+
+    def _look(self, value: Any, *, into_objects: bool = True) -> None:
+        """Objects inside of objects are not looked into: they may know the whole program."""
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():
+                self.versions[id(value)] = value._version
+                self._tensors.append(value)
+        elif isinstance(value, tuple):
+            for each in value:
+                self._look(each, into_objects=into_objects)
+        elif id(value) not in self.containers and (into_objects or isinstance(value, (list, deque, dict))):
+            self.containers[id(value)] = value
+            is_object = not isinstance(value, (list, deque, dict))
+            for each in value if isinstance(value, (list, deque)) else _held_by(value).values():
+                self._look(each, into_objects=into_objects and not is_object)
+
+
+def _recompute_first(output: Any, saved: RegionOutputs | None, given: _Given) -> Any:
     """``output`` with all of its tensors marked, also those in objects that PyTorch's trees do not know: dataclasses
     and other plain objects, subclasses of dict. What is one tensor stays one, for the caller may change it in place;
-    what was ``given``, see :func:`_versions`, and is handed back as it was, stays itself.
+    what was ``given`` and is handed back stays itself, for the caller may have it still: a tensor as it was, and what
+    holds others, with those marked in it.
     """
     token = torch.empty(1)
     marked: dict[int, torch.Tensor] = {}
+    within: set[int] = set()
+
+    def is_own(value: Any) -> bool:
+        return id(value) in given.containers
 
     def mark(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.requires_grad) or given.get(id(value)) == value._version:
+        if not (isinstance(value, torch.Tensor) and value.requires_grad):
+            return value
+        if given.versions.get(id(value)) == value._version:
             return value
         if id(value) not in marked:
             marked[id(value)] = _RecomputeFirst.apply(value, token, saved)
         return marked[id(value)]
 
+    def mark_within(value: Any) -> Any:
+        if id(value) in within:
+            return value
+        within.add(id(value))
+        if isinstance(value, (list, deque)):
+            for place, each in enumerate(value):
+                value[place] = mark_tree(each)
+        else:
+            held = _held_by(value)
+            dict.update(held, {name: mark_tree(each) for name, each in held.items()})
+        return value
+
     def mark_all(value: Any) -> Any:
+        if is_own(value):
+            return mark_within(value)
         held = dict(_held_by(value))
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(held)):
             return mark(value)
@@ -82,12 +131,10 @@ def _recompute_first(output: Any, saved: RegionOutputs | None, given: Mapping[in
         _held_by(copied).update(tree_map(mark, held))
         return copied
 
-    return tree_map(mark_all, output)
+    def mark_tree(value: Any) -> Any:
+        return tree_map(mark_all, value, is_leaf=is_own)
 
-
-def _versions(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """How often each was changed in place, by its identity."""
-    return {id(tensor): tensor._version for tensor in tensors}
+    return mark_tree(output)
 
 
 def _held_by(value: Any) -> dict[str, Any]:
@@ -239,11 +286,12 @@ class RecomputedForward:
         given = [(args, kwargs)]
 
         def again(tensors: Sequence[torch.Tensor]) -> Any:
-            came, handed = iter(tensors), _versions(tensors)
+            came = iter(tensors)
             places = zip(Brought(others, [{}]).attributes()[0]["given"], are_inputs, strict=True)
             values, named = tree_unflatten([next(came) if is_input else leaf for leaf, is_input in places], tree)
             with found.restored():
                 _set_copies(module, buffers)
+                handed = _Given((values, named))
                 return _recompute_first(forward(*values, **named), saved, handed)
 
         def region(*tensors: torch.Tensor) -> Any:
@@ -251,7 +299,7 @@ class RecomputedForward:
                 if not given:
                     return again(tensors)
                 values, named = given.pop()
-                handed = _versions(inputs)
+                handed = _Given((values, named))
                 output = _recompute_first(forward(*values, **named), saved, handed)
             self._changed.after(module, buffers)
             found.forward_ended()

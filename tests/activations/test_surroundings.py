@@ -511,6 +511,78 @@ def test_what_an_evaluation_made_may_be_given(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+class HandsBack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, own: Any) -> tuple[torch.Tensor, Any]:
+        h = F.gelu(self.up(x))
+        if isinstance(own, (list, deque, UserList)):
+            own.append(h.sum(0))
+        else:
+            held = vars(own) if isinstance(own, SimpleNamespace) else own
+            held[str(len(held))] = h.sum(0)
+        return x + h, own
+
+
+class HandedOn(nn.Module):
+    """Each block adds to what it is given and hands that back; the model reads its own."""
+
+    def __init__(self, kind: Callable[[], Any]) -> None:
+        super().__init__()
+        self.kind, self.blocks = kind, nn.ModuleList(HandsBack() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = own = self.kind()
+        for block in self.blocks:
+            x, own = block(x, own)
+        held = vars(first) if isinstance(first, SimpleNamespace) else first
+        found = held if isinstance(held, (list, deque, UserList)) else held.values()
+        assert len(found) == 3
+        return x.square().mean() + sum(each.square().mean() for each in found)
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, list, deque, UserList, Wrapped, SimpleNamespace], ids=lambda kind: kind.__name__
+)
+def test_what_a_block_hands_back_is_what_it_was_given(kind: Callable[[], Any], tmp_path: Path) -> None:
+    def train(model: nn.Module) -> None:
+        model(inputs()).backward()
+
+    model = HandedOn(kind).train()
+    expected = gradients(copy.deepcopy(model), train)
+    with attached(model, tmp_path, recompute=lambda name: True):
+        found = gradients(model, train)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Slotted(UserDict[str, Any]):
+    __slots__ = ("factor",)
+
+
+class Named(UserDict[str, Any]):
+    def __new__(cls, name: str) -> Named:
+        return super().__new__(cls)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name)
+
+
+def test_wrappers_with_slots_and_with_arguments_may_be_read(tmp_path: Path) -> None:
+    def reads(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        if "slotted" not in shared:
+            shared |= {"slotted": Slotted(), "named": Named("abc")}
+            shared["slotted"].factor = 2.0
+        return h * shared["slotted"].factor * len(shared["named"]["name"])
+
+    model = Model(reads).train()
+    expected = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path, recompute=lambda name: True):
+        found = gradients(model, step)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 class Adding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
