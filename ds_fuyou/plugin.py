@@ -565,6 +565,8 @@ def _refuse_model_parallelism(engine: Any, config: FuyouConfig) -> None:
     from deepspeed import comm as dist
 
     mpu = getattr(engine, "mpu", None)
+    if hasattr(mpu, "initialize_sequence_parallel"):  # DeepSpeed's own: what it calls parallel are sequences
+        return
     size = getattr(mpu, "get_model_parallel_world_size", None) or getattr(
         mpu, "get_tensor_model_parallel_world_size", None
     )

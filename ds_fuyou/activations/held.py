@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import nn
 
 from ds_fuyou.activations.views import ByteRange, ViewSpec, byte_view, is_movable
 
@@ -79,18 +80,17 @@ class _Container:
 
 @dataclass(slots=True, eq=False)
 class _Wrapper:
-    """``held``: its attributes."""
-
     address: int
     kind: Any
-    held: _Container
+    attributes: dict[str, Any]
 
 
 def _wraps(kind: type) -> bool:
     """Whether it is Python's class for containers of one's own: an object with attributes, one of them the container,
     and nothing else. (To ask ``isinstance`` costs more: these are abstract.)"""
-    is_one = UserDict in kind.__mro__ or UserList in kind.__mro__
-    return is_one and not any(vars(each).get("__slots__") for each in kind.__mro__)
+    mro = kind.__mro__
+    is_one = (UserDict in mro or UserList in mro) and nn.Module not in mro
+    return is_one and not any(vars(each).get("__slots__") for each in mro)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
@@ -144,7 +144,8 @@ class Held:
             return value if is_same else _Tuple(tuple if kind is tuple else kind._make, items)
         if depth and _wraps(kind):
             if id(value) not in self._known:
-                self._known[id(value)] = _Wrapper(id(value), kind, self._contents(vars(value), depth))
+                found = self._known[id(value)] = _Wrapper(id(value), kind, {})
+                found.attributes = {name: self._take(each, depth - 1) for name, each in vars(value).items()}
             return self._known[id(value)]
         self.others.append(value)
         return value
@@ -280,9 +281,10 @@ class Brought:
         if id(value) not in self._made:
             now = self._there.get(value.address)
             found = self._made[id(value)] = now if type(now) is value.kind else object.__new__(value.kind)
-            held = self._container(value.held)
-            if held is not vars(found):
-                vars(found).update(held)
+            there = vars(found)
+            items = {name: self._bring(each, there.get(name)) for name, each in value.attributes.items()}
+            self._found.append((there, there.copy()))
+            fill(there, items)
         return self._made[id(value)]
 
     def _tensor(self, value: _Tensor) -> torch.Tensor:
@@ -313,7 +315,7 @@ class Brought:
 
 
 def _containers(states: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
-    """All that are reached, each once; and wrappers, with their attributes."""
+    """All that are reached, and wrappers, each once."""
     seen: set[int] = set()
     left: list[Any] = [each for state in states for each in state.values()]
     while left:
@@ -328,8 +330,9 @@ def _containers(states: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
         elif isinstance(value, tuple):
             left += value
         elif _wraps(kind):
+            seen.add(id(value))
             yield value
-            left.append(vars(value))
+            left += vars(value).values()
 
 
 def _is_filled(container: Any, items: Any) -> bool:

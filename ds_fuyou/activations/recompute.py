@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any
@@ -28,12 +29,15 @@ from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
 from ds_fuyou.log import log_once
 
-__all__ = ["RecomputedForward"]
+__all__ = ["RecomputedForward", "Stays"]
 
 
 def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     return nullcontext(), nullcontext()
 
+
+Stays = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Inside, hooks of a module's forward let go of no parameter that is gathered when it begins."""
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -41,8 +45,9 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 class _RecomputeFirst(torch.autograd.Function):
     """Identity whose backward needs a saved tensor, and so has the whole region recomputed, before anything else.
 
-    Without it the first operator's backward would do that: after ZeRO-3 gathered the parameters of the operator's
-    module, and the recomputation, which runs the module's forward hooks, would release them under its feet.
+    Without it the first operator's backward would do that, after ZeRO-3 gathered the parameters of the operator's
+    module: these stay, see :data:`Stays`, or the recomputation's forward hooks would release them under its feet.
+    Where backward comes by another way (an object inside of an object, a hook's or an attribute's tensor) it is so.
     """
 
     @staticmethod
@@ -87,54 +92,61 @@ class _Given:
                 self._look(each, into_objects=into_objects and not is_object)
 
 
-def _recompute_first(output: Any, saved: RegionOutputs | None, given: _Given) -> Any:
-    """``output`` with all of its tensors marked, also those in objects that PyTorch's trees do not know: dataclasses
-    and other plain objects, subclasses of dict. What is one tensor stays one, for the caller may change it in place;
-    what was ``given`` and is handed back stays itself, for the caller may have it still: a tensor as it was, and what
-    holds others, with those marked in it.
+def _is_among(numbers: Collection[int], value: Any) -> bool:
+    return id(value) in numbers
+
+
+class _Marking:
+    """Marks all tensors of an output, also those in objects that PyTorch's trees do not know: dataclasses and other
+    plain objects, subclasses of dict. What is one tensor stays one, for the caller may change it in place; what was
+    ``given`` and is handed back stays itself, for the caller may have it still: a tensor as it was, and what holds
+    others, with those marked in it.
+
+    (Functions that know each other would keep all tensors until Python collects cycles. PyTorch's trees make one of
+    what says where their leaves are, so that knows numbers alone.)
     """
-    token = torch.empty(1)
-    marked: dict[int, torch.Tensor] = {}
-    within: set[int] = set()
 
-    def is_own(value: Any) -> bool:
-        return id(value) in given.containers
+    def __init__(self, saved: RegionOutputs | None, given: _Given) -> None:
+        self._saved, self._given = saved, given
+        self._token = torch.empty(1)
+        self._marked: dict[int, torch.Tensor] = {}
+        self._within: set[int] = set()
+        self._is_own = functools.partial(_is_among, frozenset(given.containers))
 
-    def mark(value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.requires_grad):
-            return value
-        if given.versions.get(id(value)) == value._version:
-            return value
-        if id(value) not in marked:
-            marked[id(value)] = _RecomputeFirst.apply(value, token, saved)
-        return marked[id(value)]
+    def all_of(self, value: Any) -> Any:
+        return tree_map(self._leaf, value, is_leaf=self._is_own)
 
-    def mark_within(value: Any) -> Any:
-        if id(value) in within:
-            return value
-        within.add(id(value))
-        if isinstance(value, (list, deque)):
-            for place, each in enumerate(value):
-                value[place] = mark_tree(each)
-        else:
-            held = _held_by(value)
-            dict.update(held, {name: mark_tree(each) for name, each in held.items()})
-        return value
-
-    def mark_all(value: Any) -> Any:
-        if is_own(value):
-            return mark_within(value)
+    def _leaf(self, value: Any) -> Any:
+        if self._is_own(value):
+            return self._filled(value)
         held = dict(_held_by(value))
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(held)):
-            return mark(value)
+            return self._tensor(value)
         copied = copy.copy(value)
-        _held_by(copied).update(tree_map(mark, held))
+        _held_by(copied).update(tree_map(self._tensor, held))
         return copied
 
-    def mark_tree(value: Any) -> Any:
-        return tree_map(mark_all, value, is_leaf=is_own)
+    def _filled(self, value: Any) -> Any:
+        if id(value) in self._within:
+            return value
+        self._within.add(id(value))
+        if isinstance(value, (list, deque)):
+            for place, each in enumerate(value):
+                value[place] = self.all_of(each)
+        else:
+            held = _held_by(value)
+            dict.update(held, {name: self.all_of(each) for name, each in held.items()})
+        return value
 
-    return mark_tree(output)
+    def _tensor(self, value: Any) -> Any:
+        if not (isinstance(value, torch.Tensor) and value.requires_grad):
+            return value
+        if self._given.versions.get(id(value)) == value._version:
+            return value
+        if id(value) not in self._marked:
+            marked = self._marked[id(value)] = _RecomputeFirst.apply(value, self._token, self._saved)
+            vars(marked).update(_on_tensor(value))
+        return self._marked[id(value)]
 
 
 def _held_by(value: Any) -> dict[str, Any]:
@@ -143,21 +155,31 @@ def _held_by(value: Any) -> dict[str, Any]:
     return held if isinstance(held, dict) and not isinstance(value, (torch.Tensor, nn.Module)) else {}
 
 
-def _places(value: Any) -> dict[str, int]:
-    """What an object holds by name, by identity."""
-    return {name: id(each) for name, each in _held_by(value).items()}
+def _on_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    """Attributes that a script has set; not those of parameters, which are known by more than their values."""
+    return {} if isinstance(tensor, nn.Parameter) else dict(vars(tensor))
 
 
-def _tell_changed(given: Iterable[tuple[Any, dict[str, int]]]) -> None:
+def _is_same_number(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other
+
+
+def _tell_changed(given: Iterable[tuple[Any, dict[str, Any]]]) -> None:
     """Objects that are not brought back, and what they held when the forward began."""
     for value, then in given:
-        names = sorted(str(name) for name, _ in then.items() ^ _places(value).items())
+        now, absent = _held_by(value), object()
+        names = [
+            str(name)
+            for name in then | now
+            if (one := then.get(name, absent)) is not (other := now.get(name, absent))
+            and not _is_same_number(one, other)
+        ]
         if names:
             log_once(
                 logging.WARNING,
-                f"a block that may be computed again in backward changes {names[0]} of the {type(value).__name__} that "
-                "it is given, and finds that changed then: where it reads it, gradients are wrong. activations.mode "
-                '"swap" computes nothing again',
+                f"a block that may be computed again in backward assigns to {names[0]} of the {type(value).__name__} "
+                "that it is given, and finds that changed then: where it reads it, gradients are wrong. With "
+                'activations.mode "swap" nothing is computed again',
             )
 
 
@@ -236,8 +258,9 @@ class RecomputedForward:
         takeover: CheckpointTakeover,
         selection: OutputSelection | None = None,
         draws: RandomSource | None = None,
+        stays: Stays = nullcontext,
     ) -> None:
-        self._draws = draws
+        self._draws, self._stays = draws, stays
         self._module = weakref.ref(module)
         self._selection = selection
         self._takeover = takeover
@@ -280,19 +303,23 @@ class RecomputedForward:
         others = Held(
             [{"given": [None if is_input else leaf for leaf, is_input in zip(leaves, are_inputs, strict=True)]}]
         )
-        unseen = [(each, _places(each)) for each in others.others]
-        found = Surroundings(module, leaves, self._draws)
+        unseen = [(each, dict(_held_by(each))) for each in others.others]
+        found = Surroundings(module, (*leaves, *others.others), self._draws)
         buffers = self._changed.before(module)
         given = [(args, kwargs)]
+        named_on = [_on_tensor(each) for each in inputs]
 
         def again(tensors: Sequence[torch.Tensor]) -> Any:
+            for tensor, attributes in zip(tensors, named_on, strict=True):
+                if attributes and not vars(tensor):  # another object, with the values that were moved
+                    vars(tensor).update(attributes)
             came = iter(tensors)
             places = zip(Brought(others, [{}]).attributes()[0]["given"], are_inputs, strict=True)
             values, named = tree_unflatten([next(came) if is_input else leaf for leaf, is_input in places], tree)
-            with found.restored():
+            with self._stays(module), found.restored():
                 _set_copies(module, buffers)
                 handed = _Given((values, named))
-                return _recompute_first(forward(*values, **named), saved, handed)
+                return _Marking(saved, handed).all_of(forward(*values, **named))
 
         def region(*tensors: torch.Tensor) -> Any:
             with self._takeover.region(), aside_for_transforms():
@@ -300,10 +327,11 @@ class RecomputedForward:
                     return again(tensors)
                 values, named = given.pop()
                 handed = _Given((values, named))
-                output = _recompute_first(forward(*values, **named), saved, handed)
+                output = _Marking(saved, handed).all_of(forward(*values, **named))
             self._changed.after(module, buffers)
             found.forward_ended()
             _tell_changed(unseen)
+            unseen.clear()
             return output
 
         contexts = saved.contexts if saved is not None else _no_contexts

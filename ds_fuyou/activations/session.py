@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.activations.open_hooks import OpenHooks, computes_its_loss
 from ds_fuyou.activations.policy import BlockFate, Fate
-from ds_fuyou.activations.recompute import RecomputedForward
+from ds_fuyou.activations.recompute import RecomputedForward, Stays
 from ds_fuyou.activations.selective import OutputSelection
 from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
@@ -41,6 +42,7 @@ class ActivationSession:
         recomputed: those of the blocks that are computed again in backward.
         points: how gradient checkpointing is recognised in forward, and taken over.
         draws: random numbers of a device with memory of its own; None: the host's are all.
+        stays: what is gathered of a block when its recomputation begins stays so inside of this.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class ActivationSession:
         recomputed: Sequence[Block] = (),
         points: Sequence[TakeoverPoint] = TORCH_POINTS,
         draws: RandomSource | None = None,
+        stays: Stays = nullcontext,
     ) -> None:
         self.blocks = tuple(blocks)
-        self._draws = draws
+        self._draws, self._stays = draws, stays
         self.swapper = swapper
         self._takeover = CheckpointTakeover(
             "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
@@ -75,7 +78,9 @@ class ActivationSession:
         if swapper is not None:
             for block in blocks:
                 self._watch_block(block, swapper)
-        self._forwards = [RecomputedForward(block.module, self._takeover, draws=draws) for block in recomputed]
+        self._forwards = [
+            RecomputedForward(block.module, self._takeover, draws=draws, stays=stays) for block in recomputed
+        ]
 
     def _watch(self, module: nn.Module, enter: Callable[[nn.Module], None], leave: Callable[[Any], None]) -> None:
         own = weakref.ref(module)
@@ -218,7 +223,7 @@ class ActivationSession:
                 chosen = None
                 if self.swapper is not None and fate.outputs:
                     chosen = OutputSelection(self.swapper, fate.outputs, self._draws)
-                self._forwards.append(RecomputedForward(block.module, self._takeover, chosen, self._draws))
+                self._forwards.append(RecomputedForward(block.module, self._takeover, chosen, self._draws, self._stays))
         if self.swapper is not None:
             self.swapper.fates = {name: fate.saved for name, fate in fates.items()}
 

@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Leaves the state files as they are; ``fuyou clean`` removes them.
 
     Raises:
-        FuyouConfigError: options that belong to --checkpoint beside --weights; a path at which nothing can be made;
+        FuyouConfigError: options that belong to --checkpoint beside --weights; a path at which nothing can be made,
+            or among the state files;
             a checkpoint or a directory that is not there, or one of several runs.
         FuyouStateError, FuyouStorageError: as :mod:`ds_fuyou.checkpoint.recovery`.
     """
@@ -65,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not may_be_replaced(arguments.weights) or not arguments.weights.parent.is_dir():
             raise FuyouConfigError(f"--weights {arguments.weights} must name a regular file in a directory that exists")
         _require_runs(arguments.directories, {"--weights": arguments.weights})
+        _require_outside(arguments.directories, "--weights", arguments.weights)
         found = recovery.recover_weights(arguments.directories, arguments.weights)
         said = f"{found.num_params} parameters in fp32 as of step {found.step} (optimizer steps, counted over resumes)"
         sys.stdout.write(f"{arguments.weights}: {said}{'' if found.verified else _NOT_COMPARED}\n")
@@ -75,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError(f"--like {arguments.like} must name an existing checkpoint")
     given = {"--checkpoint": arguments.checkpoint, "--tag": arguments.tag, "--like": arguments.like}
     _require_runs(arguments.directories, given)
+    _require_outside(arguments.directories, "--checkpoint", arguments.checkpoint)
     made = recovery.recover_checkpoint(
         arguments.directories, arguments.checkpoint, tag=arguments.tag, like=arguments.like
     )
@@ -85,6 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     for what in made.left_out:
         sys.stdout.write(f"not in it: {what}\n")
     return 0
+
+
+def _require_outside(directories: Sequence[Path], flag: str, target: Path) -> None:
+    """Raises FuyouConfigError for a target among the state files: it would replace them, or keep them there."""
+    for path in directories:
+        if target.resolve().is_relative_to(path.resolve()):
+            raise FuyouConfigError(f"{flag} {target} lies in {path}, whose state files are read; name another place")
 
 
 def _require_runs(directories: Sequence[Path], given: Mapping[str, object]) -> None:

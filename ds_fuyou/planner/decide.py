@@ -395,18 +395,19 @@ def _decided(
             return Decision(plan, place, time.secs(place), time, given.may_speculate)
         least_needed = search.least_needed
     budget = given.dram_budget_bytes + given.lent_bytes
-    found = f"dram_budget_bytes is {_shown(budget)}"
+    found = f"dram_budget_bytes is {_in_whole(budget, math.floor)}"
     if given.lent_bytes:
-        found += f", {given.lent_bytes / MIB:.0f} of them held by engines without an optimizer that were built before"
+        lent = _in_whole(given.lent_bytes, math.floor)
+        found += f", {lent} of them held by engines without an optimizer that were built before"
+    needed = _in_whole(least_needed, math.ceil)  # so that it is never shown as what there is
     raise FuyouConfigError(
-        f"the smallest placement that the tiers allow needs {_shown(least_needed, math.ceil)} of host memory, {found}; "
+        f"the smallest placement that the tiers allow needs {needed} of host memory, {found}; "
         f"raise it, set more tiers to nvme, or plan smaller shares"
     )
 
 
-def _shown(num_bytes: float, to_whole: Callable[[float], int] = int) -> str:
-    """What is needed is rounded up, so that it is never shown as what there is."""
-    return f"{to_whole(num_bytes / MIB)} MiB" if num_bytes >= MIB else f"{to_whole(num_bytes)} bytes"
+def _in_whole(num_bytes: float, rounded: Callable[[float], int]) -> str:
+    return f"{rounded(num_bytes / MIB)} MiB" if num_bytes >= MIB else f"{rounded(num_bytes)} bytes"
 
 
 def _with_less_apart(search: _Search, best: _Tried) -> tuple[_Search, _Tried]:

@@ -36,6 +36,7 @@ from ds_fuyou.telemetry.trace import LaneTrace
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.monitoring import tokens_in
 from ds_fuyou.zero.parameters.gathering import settle
+from ds_fuyou.zero.parameters.param_swapper import held_gathered
 from ds_fuyou.zero.run.auto_activations import AutoActivations
 from ds_fuyou.zero.run.budgets import device_budget, loss_bytes_each, unmeasured_room
 from ds_fuyou.zero.run.striping import path_weights
@@ -161,7 +162,7 @@ def attach_activations(
     blocks = model_blocks(module, given.activation.config)
     if settings.mode == "recompute":
         _tell(f"activations of {_shown(blocks)} are recomputed in backward")
-        return ActivationSession(module, blocks, None, blocks, _POINTS, _draws(given.device))
+        return ActivationSession(module, blocks, None, blocks, _POINTS, _draws(given.device), held_gathered)
     tier = _build_tier(given)
     if tier is None and settings.mode == "auto":
         return None
@@ -180,7 +181,7 @@ def attach_activations(
         clock=given.clock,
         ahead=run_ahead(given.device),
     )
-    session = ActivationSession(module, blocks, swapper, (), _POINTS, _draws(given.device))
+    session = ActivationSession(module, blocks, swapper, (), _POINTS, _draws(given.device), held_gathered)
     if settings.mode == "swap" and not given.device.is_host:
         budget_bytes, loss_each = device_budget(given.activation.config, given.device), loss_bytes_each(module)
 

@@ -96,7 +96,7 @@ class GradientFlow:
         )
         self._cut = make_cut(stock, state.activation.config.gradients.reduce_by, blocks)
         self._stream = None if state.device.is_host else stock.reduce_and_partition_stream
-        self._followed: list[Any] = []  # streams that hooks of the script's launch on, behind ours, for what waits
+        self._followed: list[Any] = []  # streams that hooks of the script's launch on, behind ours
         self._starts_anew = False  # the next gradient that comes
         self._backwards: set[int] = set()  # autograd's numbers of those that have brought gradients and not ended
         self._streams: dict[int, Any] = {}  # by ds_id: whose memory a gradient that waits, or is reduced, is
@@ -142,6 +142,8 @@ class GradientFlow:
                 self.sweep()
                 computing = self._streams[param.ds_id] = self._state.device.current_stream()
                 self._stream.wait_stream(computing)
+        if is_followed and self._stream is not None:
+            self._followed.append(self._state.device.current_stream())
         if param in self._cut:
             return  # another phase of this backward: autograd added to the gradient that waits here
         is_alone = param.ds_id in self._alone
@@ -154,8 +156,6 @@ class GradientFlow:
         if is_alone and not is_followed:
             self._reduce([param])
         else:
-            if is_followed and self._stream is not None:
-                self._followed.append(self._streams[param.ds_id])
             self._cut.add(param)
             self._open_window_if_last()  # states are read ahead while the message fills
 
@@ -189,7 +189,7 @@ class GradientFlow:
         self._reduce_waiting()
 
     def _wait_for_hooks(self) -> None:
-        """What came before has had its hooks by now, whether or not what comes is ready."""
+        """Hooks of what came before have been launched, whether or not what comes is ready."""
         if self._stream is not None and self._followed:
             for stream in dict.fromkeys(self._followed):
                 self._stream.wait_stream(stream)

@@ -8,6 +8,7 @@ differs, what was swapped.
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import deepspeed
 import torch
@@ -34,6 +35,8 @@ SHOWN_ELSEWHERE = {
     ("transforming", "planned"),
     ("borrowing", "swap"),
     ("borrowing", "planned"),
+    ("asides", "swap"),
+    ("asides", "planned"),
 }
 PLANNED = {  # blocks in which an output is kept, swapped, recomputed: of three, of which the model may have fewer
     "block_input": (0, 3, 0),
@@ -172,6 +175,35 @@ def borrowing() -> tuple:
     return Borrowing(), lambda model, seed: model(ids(seed))
 
 
+class Aside(nn.Module):
+    """What backward reaches first is handed over where nobody looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aside = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, held: SimpleNamespace, shared: dict[int, torch.Tensor]) -> SimpleNamespace:
+        shared[len(shared)] = self.aside(held.inner.x)
+        return SimpleNamespace(inner=SimpleNamespace(x=held.inner.x + nn.functional.gelu(self.linear(held.inner.x))))
+
+
+class Asides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.blocks = nn.Embedding(300, 64), nn.ModuleList(Aside() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        held, shared = SimpleNamespace(inner=SimpleNamespace(x=self.tokens(ids[0]))), {}
+        for block in self.blocks:
+            held = block(held, shared)
+        return sum(each.float().square().mean() for each in shared.values())
+
+
+def asides() -> tuple:
+    torch.manual_seed(0)
+    return Asides(), lambda model, seed: model(ids(seed))
+
+
 def hugging_face(name: str, checkpointing: bool) -> tuple:
     torch.manual_seed(0)
     model, batch = TINY[name]()
@@ -189,6 +221,7 @@ MODELS = {
     "drawing": (drawing,) * 2,
     "transforming": (transforming,) * 2,
     "borrowing": (borrowing,) * 2,
+    "asides": (asides,) * 2,
 }
 
 

@@ -26,6 +26,7 @@ RUNS = (
     "transforming swap",
     "transforming recompute",
     "borrowing recompute",
+    "asides recompute",
 )
 
 

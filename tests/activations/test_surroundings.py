@@ -88,7 +88,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shared: dict[str, Any] = {"all": [], "counted": Counter(), "seen": set(), "array": numpy.ones(1)}
-        shared |= {"wrapped": Wrapped(), "own": SimpleNamespace(factor=2.0)}
+        shared |= {"wrapped": Wrapped(), "own": SimpleNamespace(factor=2.0, length=320)}
         for block in self.blocks:
             x = block(x, shared)
         return x.square().mean() + sum(item.square().mean() for item in shared["all"])
@@ -607,20 +607,39 @@ def test_what_is_given_inside_of_others_is_refused_once_it_has_changed(tmp_path:
             loss.backward()
 
 
+def test_a_wrapper_that_the_script_replaced_stays_as_it_is(tmp_path: Path) -> None:
+    """It may lie where the old one lay."""
+
+    def reads(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
+        return h * block.notes[0]
+
+    model = Model(reads).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        for _ in range(5):
+            loss = model(inputs())
+            for block in model.blocks:
+                del block.notes
+                block.notes = UserList([9.0])
+            loss.backward()
+            assert [block.notes[0] for block in model.blocks] == [9.0] * 3
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_an_object_that_is_changed_and_not_brought_back_is_told(
     changes: bool, tmp_path: Path, told: Callable[[], str]
 ) -> None:
     def reads(block: Block, h: torch.Tensor, shared: dict[str, Any]) -> torch.Tensor:
         own = shared["own"]
+        own.length = 10 * len(h)  # the same number, of another identity
         if changes:
             own.factor = own.factor * 0.5
+            own.factor = own.factor * 2.0 * len(shared)
         return h * own.factor
 
     model = Model(reads).train()
     with attached(model, tmp_path, recompute=lambda name: True):
         model(inputs()).backward()
-    assert told().count("changes factor of the SimpleNamespace that it is given") == changes
+    assert told().count("assigns to factor of the SimpleNamespace that it is given") == changes
 
 
 def test_what_lies_on_another_device_of_the_script_stays() -> None:

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -59,7 +60,16 @@ def own_generator() -> Iterator[None]:
     assert torch.standin.take_trips() == []
 
 
-def engine_of(swap: Path | None, activations: str = "none", **more: Any) -> Any:
+def noisy() -> torch.nn.Module:
+    model = Plain(dropout=0.2)
+    for block in model.blocks:
+        block.out = torch.nn.Sequential(block.out, Noisy())
+    return model
+
+
+def engine_of(
+    swap: Path | None, activations: str = "none", model: Callable[[], torch.nn.Module] = noisy, **more: Any
+) -> Any:
     """Stock's, computing nothing again, where ``swap`` is None."""
     zero = {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
     config = ds_config(gradient_clipping=1.0, zero_optimization=zero)
@@ -67,10 +77,8 @@ def engine_of(swap: Path | None, activations: str = "none", **more: Any) -> Any:
         swap.mkdir(exist_ok=True)
         config["fuyou"] = fuyou_of(swap, "states", "auto", "backward_and_forward", 2, activations) | more
     torch.manual_seed(0)
-    model = Plain(dropout=0.2)
-    for block in model.blocks:
-        block.out = torch.nn.Sequential(block.out, Noisy())
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    built = model()
+    engine, *_ = deepspeed.initialize(model=built, model_parameters=built.parameters(), config=config)
     return engine
 
 
@@ -120,6 +128,40 @@ def test_what_is_computed_again_draws_what_the_forward_drew(activations: str, tm
 
 def _checkpointed(forward: Any) -> Any:
     return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+class InsideOfAnObject(torch.nn.Module):
+    """A block among whose arguments nobody sees a tensor of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+    def forward(self, held: SimpleNamespace) -> SimpleNamespace:
+        up = torch.nn.functional.dropout(self.up(held.x).relu(), 0.3)
+        return SimpleNamespace(x=held.x + self.down(up))
+
+
+class Wrapping(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = torch.nn.Embedding(300, 32), torch.nn.Linear(32, 300, bias=False)
+        self.blocks = torch.nn.ModuleList(InsideOfAnObject() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        held = SimpleNamespace(x=self.tokens(ids))
+        for block in self.blocks:
+            held = block(held)
+        return torch.nn.functional.cross_entropy(self.head(held.x).flatten(0, 1).float(), ids.flatten())
+
+
+def test_a_device_that_no_argument_names_draws_the_same_again(tmp_path: Path) -> None:
+    found = []
+    for swap in (None, tmp_path / "swap"):
+        engine = engine_of(swap, "recompute", model=Wrapping)
+        found.append(train(engine, 0, 3))
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_run_that_goes_on_draws_on() -> None:

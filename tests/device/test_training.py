@@ -24,6 +24,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch.utils.checkpoint import checkpoint
 
 import ds_fuyou
 import ds_fuyou.activations.arena as arena_module
@@ -835,6 +836,22 @@ class Tiled(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
+class Twice(torch.nn.Module):
+    """One weight in two re-entrant checkpoints, each of which is a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False)
+        self.embed.weight.requires_grad_(False)
+        self.shared = torch.nn.Linear(32, 32, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda y: self.shared(y).relu(), x, use_reentrant=True)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
 def many_times_more(param: torch.nn.Parameter) -> None:
     for _ in range(30):
         param.grad.mul_(1.5)
@@ -845,19 +862,23 @@ def many_times_more_at_once(param: torch.nn.Parameter) -> None:
     torch.standin.synchronize()
 
 
-def test_what_a_hook_leaves_of_a_gradient_is_reduced_behind_it(tmp_path: Path) -> None:
-    """Also where what comes next is not ready, and a slow device has not made it yet. (Stock would lose some of it.)"""
-    torch.standin.core.configure({"slow_compute_secs": 0.003})
+@pytest.mark.parametrize(("kind", "name"), [(Tiled, "head"), (Twice, "shared")])
+def test_what_a_hook_leaves_of_a_gradient_is_reduced_behind_it(
+    kind: Callable[[], torch.nn.Module], name: str, tmp_path: Path
+) -> None:
+    """Also where what comes next is not ready, or it comes once more, and a slow device has not made it yet. (Stock
+    loses some of it.)
+    """
     norms = []
-    for swap in (None, tmp_path):
+    for slow, hook in ((0.0, many_times_more_at_once), (0.003, many_times_more)):
+        torch.standin.core.configure({"slow_compute_secs": slow})
         config = ds_config(zero_optimization={"stage3_param_persistence_threshold": 0})
-        if swap is not None:
-            config["fuyou"] = fuyou_of(swap, "states", "auto", "backward_and_forward", 2, "none")
+        config["fuyou"] = fuyou_of(tmp_path, "states", "auto", "backward_and_forward", 2, "none")
         torch.manual_seed(0)
-        model = Tiled()
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        hook = many_times_more_at_once if swap is None else many_times_more
-        model.head.weight.register_post_accumulate_grad_hook(hook)
+        model = kind()
+        trained = [param for param in model.parameters() if param.requires_grad]
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
+        model.get_submodule(name).weight.register_post_accumulate_grad_hook(hook)
         train(engine, {"ids": torch.arange(24, device=engine.device).view(2, 12)})
         norms.append(float(engine.get_global_grad_norm()))
         engine.destroy()

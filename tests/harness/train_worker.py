@@ -11,7 +11,7 @@ and step, and after the step), ``read_ungathered_after`` (which parameters are t
 steps, to ``save_to``, training goes on. What scripts do inside a step is in script_actions.py. ``compile`` names a
 backend of torch.compile; ``plain`` trains without DeepSpeed; ``move_after``: steps, and which share of states is to be
 in host memory from then on. ``leaf``: expert modules are leaves for ZeRO-3. ``model_parallel``: an ``mpu`` object that
-says this many ranks share a model.
+says this many ranks share a model; ``sequence_parallel``: DeepSpeed's own, that says this many share a sequence.
 """
 
 import json
@@ -23,6 +23,7 @@ from pathlib import Path
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -149,6 +150,9 @@ def build_engine(case: dict):
         arguments["model_parameters"] = parameter_groups(model, case.get("groups", "one"))
     if "model_parallel" in case:
         arguments["mpu"] = Units(case["model_parallel"])
+    if "sequence_parallel" in case:
+        parallel_state_sp.initialize_sequence_parallel(case["sequence_parallel"])
+        arguments["mpu"] = parallel_state_sp
     engine, *_ = deepspeed.initialize(**arguments)
     hook_gradients(model, case, "behind")
     if case.get("compile"):

@@ -19,6 +19,7 @@ CASES: dict[str, dict] = {
     "torch_autocast": {"config": AUTOCAST},
     "gradients-in-fp32": {"config": WIDE},
     "sequence-parallel": {"config": SEQUENCE, "world_size": 2},
+    "sequence-parallel-units": {"config": SEQUENCE, "world_size": 2, "sequence_parallel": 2},
 }
 
 
@@ -29,6 +30,7 @@ CASES: dict[str, dict] = {
         ("torch_autocast", "all"),
         ("gradients-in-fp32", "all"),
         ("sequence-parallel", "states"),
+        ("sequence-parallel-units", "all"),
     ],
 )
 def test_equals_stock(name: str, tiers: str, must_equal, tmp_path: Path) -> None:

@@ -177,6 +177,20 @@ def test_runs_below_a_path_are_named_with_the_command_that_takes_each(
     assert "a state directory must be PATH/ds_fuyou" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--weights", "data"), ("--weights", "new.pt"), ("--checkpoint", "."), ("--checkpoint", "new")]
+)
+def test_nothing_is_recovered_to_a_place_among_the_state_files(
+    flag: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directories = killed_run(tmp_path)
+    last = directories[-1]
+    before = {file.name: file.read_bytes() for file in last.iterdir()}
+    assert main(["recover", *map(str, directories), flag, str(last / name)]) == 2
+    assert f"lies in {last}, whose state files are read" in capsys.readouterr().err
+    assert {file.name: file.read_bytes() for file in last.iterdir()} == before
+
+
 def test_directories_that_were_copied_elsewhere_are_named_all(tmp_path: Path) -> None:
     """From another machine, say: what the manifest calls them is not there."""
     directories = killed_run(tmp_path)

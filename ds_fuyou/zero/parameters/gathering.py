@@ -158,7 +158,7 @@ def not_of_persistent(register: Callable[[torch.nn.Module, Parameter], None]) ->
 
     @functools.wraps(register)
     def register_external_parameter(module: torch.nn.Module, parameter: Parameter) -> None:
-        is_returned = getattr(parameter, "is_external_param", False)  # by a module: stock notes these
+        is_returned = getattr(parameter, "is_external_param", False) is True  # by a module: stock notes these
         if is_returned or not (swaps_here(parameter) and parameter.ds_persist) or _is_recording(parameter):
             register(module, parameter)
 

@@ -22,6 +22,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import nn
 from torch.nn import Parameter
 
 from ds_fuyou.ds_json import Activation, activation_of
@@ -41,6 +42,7 @@ __all__ = [
     "FuyouParameterSwapper",
     "gathers_to_read",
     "held_bytes",
+    "held_gathered",
     "held_inside",
     "in_order",
     "is_in_host_memory",
@@ -56,6 +58,8 @@ __all__ = [
 
 AVAILABLE, NOT_AVAILABLE = PartitionedParamStatus.AVAILABLE, PartitionedParamStatus.NOT_AVAILABLE
 _NO_LIMIT = 1 << 62
+_HELD = "GatheredParameters"
+"""``is_external_param`` of what is gathered and stays so meanwhile; of what a module has handed out: True."""
 _READS_ONLY: ContextVar[bool] = ContextVar("ds_fuyou_reads_only", default=False)
 
 
@@ -206,7 +210,6 @@ class FuyouParameterSwapper:
         self.partitions: dict[int, Partition] = {}  # by ds_id: those that are not DeepSpeed's alone
         self._buffers: dict[int, torch.Tensor] = {}
         self._aside: dict[int, torch.Tensor] = {}  # by ds_id: gathered values of what is partitioned
-        self._held: set[int] = set()  # by ds_id: gathered by a script that is in the context
         self._edits_wait: dict[int, Callable[[], object]] = {}  # by ds_id: of what is DeepSpeed's alone
         self.as_taken: dict[int, int | None] = {}
         """By ds_id: of what a checkpoint may leave out, a number for the values that the first engine found. None once
@@ -410,17 +413,6 @@ class FuyouParameterSwapper:
         if partition is not None and partition.store is not None and partition.store.copied(partition, event):
             PARTITION_TENSORS.stand_in(param.ds_tensor)
 
-    def hold_gathered(self, param: Parameter) -> None:
-        """No module lets it go until it is partitioned."""
-        if not param.is_external_param:
-            param.is_external_param = True
-            self._held.add(param.ds_id)
-
-    def held_no_more(self, param: Parameter) -> None:
-        if param.ds_id in self._held:
-            self._held.remove(param.ds_id)
-            param.is_external_param = False
-
     def put_aside(self, param: Parameter) -> None:
         """The gathered values stay on the device while the parameter is partitioned. Edits pass here, and end that; a
         step does not, and must say so (:meth:`forget_gathered`)."""
@@ -541,10 +533,33 @@ def held_inside(original: Callable[..., None]) -> Callable[..., None]:
     def __enter__(self: Any) -> None:
         original(self)
         for param in self.params if self.enabled else ():
-            if swaps_here(param):
-                param.nvme_swapper.hold_gathered(param)
+            if swaps_here(param) and not param.is_external_param:
+                param.is_external_param = _HELD
 
     return __enter__
+
+
+@contextmanager
+def held_gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, forwards of the module's parts let nothing go of it that is gathered now: a backward may have asked for
+    it. Who asked lets it go."""
+    held = [
+        param
+        for param in module.parameters()
+        if swaps_here(param) and param.ds_status is ZeroParamStatus.AVAILABLE and not param.is_external_param
+    ]
+    for param in held:
+        param.is_external_param = _HELD
+    try:
+        yield
+    finally:
+        for param in held:
+            _hold_no_more(param)
+
+
+def _hold_no_more(param: Parameter) -> None:
+    if param.is_external_param is _HELD:
+        param.is_external_param = False
 
 
 def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -560,7 +575,7 @@ def through_own_swapper(original: Callable[..., Any]) -> Callable[..., Any]:
         swapper, of_first = param.nvme_swapper, self.param_swapper
         with ExitStack() as ending:
             if isinstance(swapper, FuyouParameterSwapper):
-                swapper.held_no_more(param)
+                _hold_no_more(param)
                 if param.ds_tensor is None:
                     swapper.agree(param.ds_process_group)
                 if has_been_updated:

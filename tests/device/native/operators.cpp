@@ -338,10 +338,10 @@ Stack run_late(const Call& call)
 Stack run_now(const Call& call)
 {
     Stack values = replaced(call.given, at::kCPU, call.left_out ? zeros_on_host : aliased);
-    {
+    compute_now(call.name, [&] {
         const Drawing drawing(call.facts.may_draw);
-        compute_now(call.name, [&] { call.op.callBoxed(&values); });
-    }
+        call.op.callBoxed(&values);
+    });
     Stack out = call.results(values);
     const std::vector<Tensor> made = call.fresh(out);
     launch(call.name, Engine::compute, call.secs(made),
