@@ -47,7 +47,7 @@ class _RecomputeFirst(torch.autograd.Function):
 
     Without it the first operator's backward would do that, after ZeRO-3 gathered the parameters of the operator's
     module: these stay, see :data:`Stays`, or the recomputation's forward hooks would release them under its feet.
-    Where backward comes by another way (an object inside of an object, a hook's or an attribute's tensor) it is so.
+    Where backward comes by a tensor that is not marked (an object's inside of another one, a hook's) it does.
     """
 
     @staticmethod
@@ -135,8 +135,14 @@ class _Marking:
                 value[place] = self.all_of(each)
         else:
             held = _held_by(value)
-            dict.update(held, {name: self.all_of(each) for name, each in held.items()})
+            leaf = self._leaf if isinstance(value, dict) else self._in_object
+            found = {name: tree_map(leaf, each, is_leaf=self._is_own) for name, each in held.items()}
+            dict.update(held, found)
         return value
+
+    def _in_object(self, value: Any) -> Any:
+        """Other objects that it knows stay."""
+        return self._filled(value) if self._is_own(value) else self._tensor(value)
 
     def _tensor(self, value: Any) -> Any:
         if not (isinstance(value, torch.Tensor) and value.requires_grad):

@@ -557,6 +557,21 @@ def test_what_a_block_hands_back_is_what_it_was_given(kind: Callable[[], Any], t
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def test_other_objects_of_one_that_is_handed_back_stay(tmp_path: Path) -> None:
+    class Knows(HandedOn):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            own = SimpleNamespace(friend=SimpleNamespace(loss=x.sum().requires_grad_()))
+            friend = own.friend
+            for block in self.blocks:
+                x, own = block(x, own)
+            assert own.friend is friend
+            return x.square().mean() + friend.loss
+
+    model = Knows(SimpleNamespace).train()
+    with attached(model, tmp_path, recompute=lambda name: True):
+        model(inputs()).backward()
+
+
 class Slotted(UserDict[str, Any]):
     __slots__ = ("factor",)
 
