@@ -12,8 +12,8 @@ import logging
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import compress
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ds_fuyou.activations.held import SMALL_BYTES, Brought, Held, is_small
+from ds_fuyou.activations.held import SMALL_BYTES, Brought, Held, fill, is_small
 from ds_fuyou.activations.open_hooks import aside_for_transforms
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
 from ds_fuyou.activations.surroundings import RandomSource, Surroundings
@@ -123,7 +123,7 @@ class _Marking:
         if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(held)):
             return self._tensor(value)
         copied = copy.copy(value)
-        _held_by(copied).update(tree_map(self._tensor, held))
+        _held_by(copied).update(tree_map(self._in_object, held, is_leaf=self._is_own))
         return copied
 
     def _filled(self, value: Any) -> Any:
@@ -132,12 +132,13 @@ class _Marking:
         self._within.add(id(value))
         if isinstance(value, (list, deque)):
             for place, each in enumerate(value):
-                value[place] = self.all_of(each)
+                if (found := self.all_of(each)) is not each:
+                    value[place] = found
         else:
             held = _held_by(value)
             leaf = self._leaf if isinstance(value, dict) else self._in_object
-            found = {name: tree_map(leaf, each, is_leaf=self._is_own) for name, each in held.items()}
-            dict.update(held, found)
+            marked = {name: tree_map(leaf, each, is_leaf=self._is_own) for name, each in held.items()}
+            dict.update(held, marked)
         return value
 
     def _in_object(self, value: Any) -> Any:
@@ -164,6 +165,22 @@ def _held_by(value: Any) -> dict[str, Any]:
 def _on_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """Attributes that a script has set; not those of parameters, which are known by more than their values."""
     return {} if isinstance(tensor, nn.Parameter) else dict(vars(tensor))
+
+
+@contextmanager
+def _with_attributes(tensors: Sequence[torch.Tensor], then: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """Those of then, inside: a tensor may be another object by now, with values that were moved, or have others."""
+    others = []
+    for tensor, attributes in zip(tensors, then, strict=True):
+        now = _on_tensor(tensor)
+        if now.keys() != attributes.keys() or any(now[name] is not attributes[name] for name in now):
+            others.append((vars(tensor), now))
+            fill(vars(tensor), attributes)
+    try:
+        yield
+    finally:
+        for there, now in others:
+            fill(there, now)
 
 
 def _is_same_number(one: Any, other: Any) -> bool:
@@ -316,13 +333,10 @@ class RecomputedForward:
         named_on = [_on_tensor(each) for each in inputs]
 
         def again(tensors: Sequence[torch.Tensor]) -> Any:
-            for tensor, attributes in zip(tensors, named_on, strict=True):
-                if attributes and not vars(tensor):  # another object, with the values that were moved
-                    vars(tensor).update(attributes)
             came = iter(tensors)
             places = zip(Brought(others, [{}]).attributes()[0]["given"], are_inputs, strict=True)
             values, named = tree_unflatten([next(came) if is_input else leaf for leaf, is_input in places], tree)
-            with self._stays(module), found.restored():
+            with self._stays(module), found.restored(), _with_attributes(tensors, named_on):
                 _set_copies(module, buffers)
                 handed = _Given((values, named))
                 return _Marking(saved, handed).all_of(forward(*values, **named))

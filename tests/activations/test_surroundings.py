@@ -557,6 +557,80 @@ def test_what_a_block_hands_back_is_what_it_was_given(kind: Callable[[], Any], t
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+class Frozen(list):
+    def __setitem__(self, *_: Any) -> None:
+        raise TypeError("nothing is replaced here")
+
+
+class Wraps(HandsBack):
+    """The dictionary that it is given comes back in an object that is new, beside what refuses to be changed."""
+
+    def forward(self, x: torch.Tensor, own: Any) -> tuple[torch.Tensor, Any]:
+        own.held.setdefault("frozen", Frozen([1, 2]))
+        x, held = super().forward(x, own.held)
+        return x, SimpleNamespace(held=held)
+
+
+def test_what_is_given_stays_itself_in_an_object_that_is_new(tmp_path: Path) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Wraps() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first: dict[str, Any] = {}
+            own = SimpleNamespace(held=first)
+            for block in self.blocks:
+                x, own = block(x, own)
+            return x.square().mean() + sum(each.square().mean() for each in first.values() if torch.is_tensor(each))
+
+    def train(model: nn.Module) -> None:
+        model(inputs()).backward()
+
+    model = Wrapped().train()
+    expected = gradients(copy.deepcopy(model), train)
+    with attached(model, tmp_path, recompute=lambda name: True):
+        found = gradients(model, train)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        mask.uses = getattr(mask, "uses", 0) + 1
+        return x + F.gelu(self.up(x)) * mask * mask.scale * mask.uses
+
+
+@pytest.mark.parametrize("smallest_bytes", [1, 1 << 20], ids=["moved", "there"])
+def test_attributes_of_a_tensor_that_is_given_are_those_of_then(smallest_bytes: int, tmp_path: Path) -> None:
+    class Masking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mask = torch.ones(32, WIDTH)
+            for index, block in enumerate(self.blocks):
+                self.mask.scale = 0.5 + index
+                x = block(x, mask=self.mask)
+            return x.square().mean()
+
+    def train(model: nn.Module) -> None:
+        loss = model(inputs())
+        del model.mask.scale
+        loss.backward()
+        assert vars(model.mask) == {"uses": 3}
+
+    model = Masking().train()
+    expected = gradients(copy.deepcopy(model), train)
+    with attached(model, tmp_path, recompute=lambda name: True, smallest_bytes=smallest_bytes):
+        found = gradients(model, train)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def test_other_objects_of_one_that_is_handed_back_stay(tmp_path: Path) -> None:
     class Knows(HandedOn):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
