@@ -348,8 +348,8 @@ class Sweep:
         if again.begun_at < least:
             outcome.wrong = outcome.wrong or f"{run.step} steps returned, the next run began after {again.begun_at}"
         stays = [str(file) for file in run.path.glob("ds_fuyou/*")]
-        if stays:
-            outcome.wrong = outcome.wrong or f"after the next run {stays} stay"
+        if bool(stays) != (again.begun_at == again.steps):  # it made no step: what it went on from is left
+            outcome.wrong = outcome.wrong or f"after the next run {stays or 'nothing'} stays"
 
 
 def say(what: dict[str, Any]) -> None:
