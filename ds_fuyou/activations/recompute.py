@@ -71,25 +71,28 @@ class _Given:
     """
 
     def __init__(self, arguments: Any) -> None:
-        self.versions: dict[int, int] = {}
         self.containers: dict[int, Any] = {}
-        self._tensors: list[torch.Tensor] = []
+        self._tensors: dict[int, tuple[torch.Tensor, int]] = {}
         self._look(arguments)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """As it was given."""
+        known = self._tensors.get(id(tensor))
+        return known is not None and known[1] == tensor._version
 
     def _look(self, value: Any, *, into_objects: bool = True) -> None:
         """Objects inside of objects are not looked into: they may know the whole program."""
         if isinstance(value, torch.Tensor):
             if not value.is_inference():
-                self.versions[id(value)] = value._version
-                self._tensors.append(value)
-        elif isinstance(value, tuple):
-            for each in value:
-                self._look(each, into_objects=into_objects)
-        elif id(value) not in self.containers and (into_objects or isinstance(value, (list, deque, dict))):
+                self._tensors[id(value)] = value, value._version
+            return
+        is_object = not isinstance(value, (tuple, list, deque, dict))
+        if id(value) in self.containers or (is_object and not into_objects):
+            return
+        if not isinstance(value, tuple):
             self.containers[id(value)] = value
-            is_object = not isinstance(value, (list, deque, dict))
-            for each in value if isinstance(value, (list, deque)) else _held_by(value).values():
-                self._look(each, into_objects=into_objects and not is_object)
+        for each in value if isinstance(value, (tuple, list, deque)) else _held_by(value).values():
+            self._look(each, into_objects=into_objects and not is_object)
 
 
 def _is_among(numbers: Collection[int], value: Any) -> bool:
@@ -146,9 +149,7 @@ class _Marking:
         return self._filled(value) if self._is_own(value) else self._tensor(value)
 
     def _tensor(self, value: Any) -> Any:
-        if not (isinstance(value, torch.Tensor) and value.requires_grad):
-            return value
-        if self._given.versions.get(id(value)) == value._version:
+        if not (isinstance(value, torch.Tensor) and value.requires_grad) or self._given.has(value):
             return value
         if id(value) not in self._marked:
             marked = self._marked[id(value)] = _RecomputeFirst.apply(value, self._token, self._saved)
@@ -332,22 +333,23 @@ class RecomputedForward:
         given = [(args, kwargs)]
         named_on = [_on_tensor(each) for each in inputs]
 
+        def marked(values: Any, named: Any) -> Any:
+            marking = _Marking(saved, _Given((values, named)))
+            return marking.all_of(forward(*values, **named))
+
         def again(tensors: Sequence[torch.Tensor]) -> Any:
             came = iter(tensors)
             places = zip(Brought(others, [{}]).attributes()[0]["given"], are_inputs, strict=True)
             values, named = tree_unflatten([next(came) if is_input else leaf for leaf, is_input in places], tree)
             with self._stays(module), found.restored(), _with_attributes(tensors, named_on):
                 _set_copies(module, buffers)
-                handed = _Given((values, named))
-                return _Marking(saved, handed).all_of(forward(*values, **named))
+                return marked(values, named)
 
         def region(*tensors: torch.Tensor) -> Any:
             with self._takeover.region(), aside_for_transforms():
                 if not given:
                     return again(tensors)
-                values, named = given.pop()
-                handed = _Given((values, named))
-                output = _Marking(saved, handed).all_of(forward(*values, **named))
+                output = marked(*given.pop())
             self._changed.after(module, buffers)
             found.forward_ended()
             _tell_changed(unseen)

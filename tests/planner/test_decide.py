@@ -62,7 +62,7 @@ def test_a_budget_that_was_meant_in_other_units_is_told_in_bytes() -> None:
 
 
 def test_what_is_needed_is_never_shown_as_what_there_is() -> None:
-    """Halfway between two MiB, either way of rounding both would show the same."""
+    """Just below of what does, one way of rounding both would show the same."""
     with pytest.raises(FuyouConfigError, match=r"needs \d+ MiB") as refused:
         decided(USUAL, replace(GIVEN, dram_budget_bytes=16))
     needed = int(str(refused.value).split("needs ")[1].split(" MiB")[0])

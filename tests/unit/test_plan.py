@@ -273,5 +273,6 @@ def test_what_frozen_parameters_are_read_to_is_part_of_the_plan() -> None:
 
 
 def test_a_budget_that_engines_without_an_optimizer_hold_is_told_with_what_they_hold() -> None:
-    with pytest.raises(FuyouConfigError, match="dram_budget_bytes is 1024 MiB, 1000 MiB of them held by engines"):
+    said = "dram_budget_bytes is 1024 MiB, 1000 MiB of them held by engines without"
+    with pytest.raises(FuyouConfigError, match=said):
         make_plan(replace(GIVEN, dram_budget_bytes=24 * MIB, lent_bytes=1000 * MIB), {})
