@@ -52,6 +52,7 @@ from ds_fuyou.zero.optimizer_object import (
 )
 from ds_fuyou.zero.parameters.across_batches import AcrossBatches
 from ds_fuyou.zero.parameters.gathering import (
+    edits_kept,
     for_training,
     release_gathered,
     replaced,
@@ -647,7 +648,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def _end(self, why: str) -> None:
         if self.rank_state.has_ended:
             return
-        with self.rank_state.device.as_current():  # DeepSpeed's engine ends in whatever thread collects it
+        # DeepSpeed's engine ends in whatever thread collects it
+        with self.rank_state.device.as_current(), edits_kept(self.module):
             self._end_here(why)
 
     def _end_here(self, why: str) -> None:

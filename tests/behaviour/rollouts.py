@@ -566,6 +566,31 @@ def edited(swap: str) -> dict[str, Any]:
     return {"same": same, "away": ours[3]}
 
 
+def ended_inside(swap: str) -> dict[str, Any]:
+    """An engine is destroyed where a ``GatheredParameters`` is open whose rank 0 has edited what it gathered."""
+    found = {}
+    for name, where in (("stock", None), ("ours", swap)):
+        engine = engine_of(where, prefetch_bytes=700_000)
+        train(engine, 0, 2)
+        params = list(engine.module.parameters())
+        chosen = [*engine.module.blocks[1].parameters(), *engine.module.blocks[4].parameters()]
+        with deepspeed.zero.GatheredParameters(chosen, modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                with torch.no_grad():
+                    for param in chosen:
+                        param.mul_(0.5)
+            engine.destroy()
+            inside = [param.detach().clone() for param in chosen]
+        away = [param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in params]
+        with deepspeed.zero.GatheredParameters(params):
+            behind = [param.detach().clone() for param in params]
+        found[name] = (inside, behind, away)
+    same = [
+        all(map(torch.equal, ours, stock)) for ours, stock in zip(found["ours"][:2], found["stock"][:2], strict=True)
+    ]
+    return {"same": same, "away": found["ours"][2]}
+
+
 def edited_leaves(swap: str) -> dict[str, Any]:
     """The same of modules that DeepSpeed gathers whole, whose parameters it empties when it lets go of them."""
     engine = engine_of(swap, prefetch_bytes=700_000, zero={"stage3_module_granularity_threshold": 1_000_000})
@@ -594,6 +619,7 @@ SCENARIOS: dict[str, Any] = {
     "frozen": frozen,
     "edited": edited,
     "edited-leaves": edited_leaves,
+    "ended-inside": ended_inside,
     "saved": saved,
     "scarce": scarce,
     "sleep": sleep,

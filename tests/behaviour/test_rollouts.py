@@ -100,6 +100,13 @@ def test_a_forward_inside_of_a_gather_lets_nothing_go_that_is_edited(name: str, 
         assert any(found["away"]), "the next forward lets them go"
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_engine_that_ends_inside_of_a_gather_forgets_no_edit(num_ranks: int, tmp_path: Path) -> None:
+    for found in run("ended-inside", tmp_path / "swap", num_ranks=num_ranks, script=SCRIPT):
+        assert all(found["same"]), found
+        assert all(found["away"]), "the end of the context lets them go"
+
+
 def test_what_is_saved_or_merged_is_read_once_ahead_and_not_written_back(tmp_path: Path) -> None:
     found = found_by("saved", tmp_path)
     for name in ("state_dict", "save_16bit_model"):

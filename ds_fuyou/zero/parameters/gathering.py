@@ -19,7 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.parameters.param_swapper import (
+    hold,
     in_order,
+    is_held,
     partition_bytes,
     partition_of,
     stores_of,
@@ -27,6 +29,7 @@ from ds_fuyou.zero.parameters.param_swapper import (
 )
 
 __all__ = [
+    "edits_kept",
     "for_training",
     "in_portions",
     "in_use_order",
@@ -241,6 +244,22 @@ def release_gathered(module: torch.nn.Module) -> None:
         if param.ds_status is ZeroParamStatus.AVAILABLE:
             param.ds_active_sub_modules.clear()
             param.partition()
+
+
+@contextmanager
+def edits_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Around an engine's end: what a ``GatheredParameters`` that is still open has gathered is so behind it, too, with
+    the values that the script has given it. The context's end broadcasts and partitions them. A collective.
+    """
+    held = [param for param in in_use_order(module) if swaps_here(param) and is_held(param)]
+    values = [param.detach().clone() for param in held]
+    yield
+    if not held:
+        return
+    held[0].all_gather(held)
+    for param, given in zip(held, values, strict=True):
+        param.data.copy_(given)
+        hold(param)
 
 
 @contextmanager

@@ -44,7 +44,9 @@ __all__ = [
     "held_bytes",
     "held_gathered",
     "held_inside",
+    "hold",
     "in_order",
+    "is_held",
     "is_in_host_memory",
     "is_what_scripts_write_to",
     "only_reading",
@@ -533,10 +535,20 @@ def held_inside(original: Callable[..., None]) -> Callable[..., None]:
     def __enter__(self: Any) -> None:
         original(self)
         for param in self.params if self.enabled else ():
-            if swaps_here(param) and not param.is_external_param:
-                param.is_external_param = _HELD
+            hold(param)
 
     return __enter__
+
+
+def is_held(param: Parameter) -> bool:
+    """Whether a ``GatheredParameters`` that is open has gathered it."""
+    return param.is_external_param is _HELD
+
+
+def hold(param: Parameter) -> None:
+    """No forward lets it go until it is partitioned."""
+    if swaps_here(param) and not param.is_external_param:
+        param.is_external_param = _HELD
 
 
 @contextmanager
@@ -549,7 +561,7 @@ def held_gathered(module: nn.Module) -> Iterator[None]:
         if swaps_here(param) and param.ds_status is ZeroParamStatus.AVAILABLE and not param.is_external_param
     ]
     for param in held:
-        param.is_external_param = _HELD
+        hold(param)
     try:
         yield
     finally:
@@ -558,7 +570,7 @@ def held_gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _hold_no_more(param: Parameter) -> None:
-    if param.is_external_param is _HELD:
+    if is_held(param):
         param.is_external_param = False
 
 
