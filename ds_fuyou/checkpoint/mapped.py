@@ -12,6 +12,7 @@ import bisect
 import copy
 import ctypes
 import errno
+import mmap
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -110,9 +111,11 @@ class MappedFiles:
     def _open(self, mapping: _Mapping, *, is_direct: bool) -> int:
         key = mapping.path, is_direct
         if key not in self._fds:
-            self._fds[key] = fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(mapping.path, os.O_RDONLY | os.O_CLOEXEC)
             if os.fstat(fd).st_ino != mapping.inode:
+                os.close(fd)
                 raise FileNotFoundError(f"{mapping.path} is another file now")
+            self._fds[key] = fd
             if is_direct:
                 enable_direct(fd)
         return self._fds[key]
@@ -171,7 +174,7 @@ def copied(loaded: T, mapped: Iterable[object]) -> T:
 
 
 def _check_readable(at: int, num_bytes: int) -> None:
-    begin = at // PAGE_BYTES * PAGE_BYTES
+    begin = at // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes += at - begin
     libc = ctypes.CDLL(None, use_errno=True)
     if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ):
