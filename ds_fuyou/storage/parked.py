@@ -47,7 +47,9 @@ class ParkedSpace:
         self.space = SwapSpace([Path(path) for path in paths], what="parameters", weights=weights)
         self._engine = engine
         self._io: list[IoLane] = []
-        self._close = weakref.finalize(self, _closed, self._io, self.space)
+        self.readers: weakref.WeakSet[IoLane] = weakref.WeakSet()
+        """Lanes of engines that know, or knew, what pages hold."""
+        self._close = weakref.finalize(self, _closed, self._io, self.space, self.readers)
         self._close.atexit = False
         register_closer(self._close, behind_others=True)  # engines read from here until they are closed
 
@@ -95,9 +97,13 @@ def _nobody_reads() -> None:
     """Nothing to wait for."""
 
 
-def _closed(lanes: list[IoLane], space: SwapSpace) -> None:
+def _closed(lanes: list[IoLane], space: SwapSpace, readers: weakref.WeakSet[IoLane]) -> None:
+    """What is opened with the same descriptors later must not be compared with what lay here."""
     while lanes:
         lanes.pop().close()
+    for lane in list(readers):
+        if lane.engine is not None:
+            lane.forget(space.files)
     space.close()
 
 
@@ -138,7 +144,10 @@ class ParkedValues:
 
     def read_by(self, lane: IoLane | None) -> None:
         """An engine's I/O lane serves these values from here on; None gives it back."""
-        self._lane = None if lane is None else lane.sharing(self.space.space.path_of)
+        self._lane = None
+        if lane is not None:
+            self._lane = lane.sharing(self.space.space.path_of)
+            self.space.readers.add(lane)
 
     def read_behind(self, wait: Callable[[], object]) -> None:
         """Writes wait for ``wait``, which ends with the thread that :meth:`pieces` were given to."""

@@ -57,6 +57,26 @@ def test_one_space_serves_all_who_name_the_same_paths_and_goes_with_the_last_val
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_file_with_the_number_of_one_that_is_gone_is_compared_with_nothing_of_it(tmp_path: Path) -> None:
+    """As the checkpoint that an engine loads after its frozen parameters have moved to host memory."""
+    lane = IoLane(IoSettings("threads", 8, num_threads=1), lambda fd: None)
+    parked = ParkedSpace.at(paths_in(tmp_path, 1), "threads", None).park("a parameter", torch.arange(4096.0))
+    parked.space.rest()
+    parked.read_by(lane)
+    assert torch.equal(parked.location().read(parked.io), torch.arange(4096.0))
+    (extent,) = parked.location().runs[0].extents
+    del parked
+    gc.collect()
+    with (tmp_path / "checkpoint").open("w+b") as file:
+        file.write(bytes(range(256)) * 64)
+        file.flush()
+        assert file.fileno() == extent.fd
+        memory = torch.empty(extent.num_bytes, dtype=torch.uint8)
+        lane.sharing(lambda fd: None).read([extent], memory, "reading a checkpoint").wait()
+    assert memory.tolist() == [*range(256)] * 64
+    lane.close()
+
+
 class _StartedError(Exception):
     """An I/O engine would be started."""
 
