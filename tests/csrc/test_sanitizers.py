@@ -45,3 +45,17 @@ def test_core(variant: str, tmp_path: Path) -> None:
         ran = _run([setarch, "-R", str(program)], tmp_path)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     assert "0 checks failed" in ran.stdout
+
+
+@pytest.mark.parametrize("flags", [["-mf16c"], []])
+def test_half_precision_of_compilers_without_its_type(flags: list[str], tmp_path: Path) -> None:
+    """g++ 11 on x86 has the instructions alone, and for other CPUs neither."""
+    if flags and " f16c" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the CPU has no F16C")
+    here, program = _BUILD.parent, tmp_path / "float16"
+    sources = [str(here / name) for name in ("float16_tests.cpp", "test_core.cpp")]
+    include = ["-I", str(here.parent.parent / "ds_fuyou" / "csrc"), "-I", str(here)]
+    compiler = [os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-U__FLT16_MAX__", *flags, *include]
+    subprocess.run([*compiler, *sources, "-o", str(program)], check=True, timeout=_BUILD_SECS)
+    ran = _run([str(program)], tmp_path)
+    assert "2 tests run, 0 checks failed" in ran.stdout, ran.stderr

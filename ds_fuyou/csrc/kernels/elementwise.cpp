@@ -6,6 +6,7 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/float16.h"
 #include "kernels/float_bits.h"
 
 namespace fuyou {
@@ -23,19 +24,8 @@ struct BFloat16 {
 };
 
 struct Float16 {
-    static float load(std::uint16_t bits)
-    {
-        _Float16 half;
-        std::memcpy(&half, &bits, sizeof half);
-        return static_cast<float>(half);
-    }
-    static std::uint16_t store(float value)
-    {
-        const _Float16 half = static_cast<_Float16>(value);
-        std::uint16_t bits;
-        std::memcpy(&bits, &half, sizeof bits);
-        return bits;
-    }
+    static float load(std::uint16_t bits) { return half_to_float(bits); }
+    static std::uint16_t store(float value) { return float_to_half(value); }
 };
 
 template <class Format>

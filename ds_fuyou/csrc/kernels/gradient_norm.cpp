@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/float16.h"
+
 namespace fuyou {
 namespace {
 
@@ -25,12 +27,7 @@ struct Float32 {
 
 struct Float16 {
     using Stored = std::uint16_t;
-    static double load(std::uint16_t bits)
-    {
-        _Float16 half;
-        std::memcpy(&half, &bits, sizeof half);
-        return static_cast<double>(static_cast<float>(half));
-    }
+    static double load(std::uint16_t bits) { return static_cast<double>(half_to_float(bits)); }
     template <std::size_t kLanes>
     static void load_lanes(const std::uint16_t* from, double* to)
     {
