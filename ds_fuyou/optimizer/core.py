@@ -85,6 +85,7 @@ class OutOfCoreOptimizer:
         self._types = {torch.float32: types.FLOAT32, torch.float16: types.FLOAT16, torch.bfloat16: types.BFLOAT16}
         self.io = IoLane(options.io, self.path_of)
         self._locks = PageLocks(options.device)
+        self._locks.pause()  # registered memory is there as a whole: not before what its values come from is gone
         with ExitStack() as undo:  # what fails leaves no memory registered with the device
             undo.callback(self._locks.release)
             self.place = ChunkPlacement(layout, options, len(kind.moments), store, self._locks)
@@ -687,6 +688,11 @@ class OutOfCoreOptimizer:
         self.staging.unpin()
 
     def pin(self) -> None:
+        """Registers with the device what it copies from and to: to be called once all values are here.
+
+        Raises:
+            FuyouStateError: the device refuses.
+        """
         self._locks.resume()
         self.staging.pin()
 

@@ -99,6 +99,7 @@ def small_core(
     core = OutOfCoreOptimizer(layout, options, kind, hypers(layout), store)
     try:
         core.initialize(lambda span: values(span, 0), lambda count: None)
+        core.pin()
         yield core
     finally:
         core.close()

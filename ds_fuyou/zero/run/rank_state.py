@@ -189,6 +189,7 @@ class RankState:
         current.clear()
         for param in waiting.values():
             self._attach(param)
+        self.core.pin()
         self._frozen.place(self.plan.residency.frozen * self.plan_input.frozen_bytes)
         self._take_parameters()
         if self.store is not None:
