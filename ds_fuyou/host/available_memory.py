@@ -12,6 +12,7 @@ where torch, DeepSpeed and transformers had been imported before the fork): what
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 __all__ = [
     "AUTO_TENTHS",
+    "AUTO_TENTHS_OF_UNIFIED",
     "MemoryLimit",
     "available_host_bytes",
     "copied_later_bytes",
@@ -28,6 +30,8 @@ __all__ = [
 
 AUTO_TENTHS = 8
 """Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
+AUTO_TENTHS_OF_UNIFIED = 4
+"""The same where device and host share one memory."""
 
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
 _MAPPED = {"": "file_mapped", "total_": "mapped_file"}  # each version's name for it
@@ -89,9 +93,26 @@ def copied_later_bytes(root: Path = Path("/")) -> int:
 
 
 def _machine(root: Path) -> MemoryLimit:
-    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text(encoding="ascii").splitlines())
-    total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
-    return MemoryLimit(None, total, available)
+    """What is free on nodes without a CPU is no host memory: a GPU's own (GH200), mostly."""
+    total, available = _fields(root / "proc/meminfo", "MemTotal", "MemAvailable")
+    nodes = root / "sys/devices/system/node"
+    with contextlib.suppress(OSError, ValueError):
+        of_others = _numbers(nodes / "has_memory") - _numbers(nodes / "has_cpu")
+        available -= sum(_fields(nodes / f"node{node}/meminfo", "MemFree")[0] for node in of_others)
+    return MemoryLimit(None, total, max(0, available))
+
+
+def _fields(file: Path, *names: str) -> list[int]:
+    """Bytes, of lines such as "MemFree: 12 kB" or "Node 1 MemFree: 12 kB"."""
+    lines = (line.split(":", 1) for line in file.read_text(encoding="ascii").splitlines())
+    found = {name.split()[-1]: value for name, value in lines}
+    return [int(found[name].split()[0]) * 1024 for name in names]
+
+
+def _numbers(file: Path) -> set[int]:
+    """Of a list such as "0-1,8"."""
+    ranges = (part.partition("-") for part in file.read_text(encoding="ascii").strip().split(",") if part)
+    return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}
 
 
 def _groups(root: Path) -> Iterator[MemoryLimit]:

@@ -174,13 +174,15 @@ class AcceleratorDevice:
         return int(asked(self.torch_device)[0] if asked is not None else self._accelerator.available_memory())
 
     def usable_bytes(self) -> int:
-        """Of one that has the host's memory all: what is free of that, files in memory are not part of. No more than
+        """Of one that has the host's memory half: what is free of that, files in memory are not part of. No more than
         the script lets this process have.
         """
         asked = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
         share = asked(self.torch_device) if asked is not None else 1.0
         total = int(self.total_bytes() * min(1.0, share))
-        return total if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
+        return (
+            total // 2 if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
+        )
 
     def allocated_bytes(self) -> int:
         return int(self._accelerator.memory_allocated())

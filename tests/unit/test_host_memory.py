@@ -85,6 +85,20 @@ def test_limits_are_named_alike_wherever_they_are_seen(tmp_path: Path) -> None:
     assert memory_limits(inside) == [own], "what /proc shows is the group's"
 
 
+@pytest.mark.parametrize(("with_cpu", "left"), [("0-1", 5), ("0-1,8", 8), ("0", 2)])
+def test_nodes_without_a_cpu_hold_no_host_memory(with_cpu: str, left: int, tmp_path: Path) -> None:
+    """As the memory of a GPU that is a node of its own (GH200), which the kernel counts as free."""
+    tree(tmp_path, 8 * GIB, "")
+    for node in (0, 1, 8):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        text = f"Node {node} MemTotal: {9 * GIB // 1024} kB\nNode {node} MemFree: {3 * GIB // 1024} kB\n"
+        (folder / "meminfo").write_text(text)
+    (folder.parent / "has_memory").write_text("0-1,8\n")
+    (folder.parent / "has_cpu").write_text(f"{with_cpu}\n")
+    assert available_host_bytes(tmp_path) == left * GIB
+
+
 @pytest.mark.parametrize(("limit", "left"), [(4 * GIB, 2 * GIB), ((1 << 63) - 4096, 8 * GIB)])
 def test_version_one(limit: int, left: int, tmp_path: Path) -> None:
     tree(tmp_path, 8 * GIB, "5:cpu,cpuacct:/x\n4:memory:/job\n")

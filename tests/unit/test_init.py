@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,16 @@ def block_of(file: Path) -> dict[str, Any]:
     assert load_activation(config) is not None
     found: dict[str, Any] = config["fuyou"]
     return found
+
+
+def test_of_memory_that_a_device_shares_it_plans_as_little_as_a_run_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--model", MODEL]) == 0
+    assert "80.0 GB of host memory for each (80 % of what is free now)" in capsys.readouterr().err
+    monkeypatch.setattr(first_block, "rank_device", lambda: SimpleNamespace(is_host=False, is_unified=True))
+    assert main(["init", "--model", MODEL]) == 0
+    assert "40.0 GB of host memory for each (40 % of what is free now)" in capsys.readouterr().err
 
 
 def test_alone_it_shows_the_smallest_configuration_and_says_why(

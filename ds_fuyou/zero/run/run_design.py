@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.host.available_memory import AUTO_TENTHS, copied_later_bytes
+from ds_fuyou.host.available_memory import AUTO_TENTHS, AUTO_TENTHS_OF_UNIFIED, copied_later_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -152,7 +152,7 @@ class TrainedModel:
         in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and is_in_host_memory(p))
         tenths = AUTO_TENTHS
         if self.device.is_unified:
-            tenths = 4
+            tenths = AUTO_TENTHS_OF_UNIFIED
             log_once(
                 logging.INFO,
                 "device and host share one memory: half of it is planned for the device, activations leave it for "
