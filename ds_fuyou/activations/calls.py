@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "written_tensors"]
+__all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "makes_values", "written_tensors"]
 
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
@@ -41,18 +41,20 @@ class _Kind:
     random: bool
     writes: bool
     is_view: bool
+    makes_values: bool
 
 
 @cache
 def _kind(func: Any) -> _Kind:
     if not isinstance(func, torch._ops.OpOverload):
-        return _Kind(str(func), counts=False, random=False, writes=False, is_view=False)
+        return _Kind(str(func), counts=False, random=False, writes=False, is_view=False, makes_values=False)
     schema = func._schema
     makes_tensors = any("Tensor" in str(item.type) for item in schema.returns)
     aliases = any(item.alias_info is not None for item in schema.returns)
     counts = makes_tensors and not aliases and not schema.is_mutable and str(func) not in _CHEAP
     view = (aliases and not schema.is_mutable) or str(func) == "aten._unsafe_view.default"
-    return _Kind(str(func), counts, torch.Tag.nondeterministic_seeded in func.tags, schema.is_mutable, view)
+    is_random, makes_values = torch.Tag.nondeterministic_seeded in func.tags, "empty" not in schema.name
+    return _Kind(str(func), counts, is_random, schema.is_mutable, view, makes_values)
 
 
 class CallCounter:
@@ -91,6 +93,11 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
             return value != 0
     return True
+
+
+def makes_values(func: Any) -> bool:
+    """Whether the operator fills what it makes, as far as is known."""
+    return _kind(func).makes_values
 
 
 def is_foreign(func: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from ds_fuyou.activations.held import SMALL_BYTES, Brought, Held, fill, is_small
 from ds_fuyou.activations.open_hooks import aside_for_transforms
+from ds_fuyou.activations.repeats import Repeats, is_looked_at
 from ds_fuyou.activations.selective import OutputSelection, RegionOutputs
 from ds_fuyou.activations.surroundings import RandomSource, Surroundings
 from ds_fuyou.activations.takeover import CheckpointTakeover
@@ -290,6 +291,7 @@ class RecomputedForward:
         self._takeover = takeover
         self._own = module.__dict__.get("forward")  # what accelerate, say, put there
         self._changed = _ChangedBuffers()
+        self._num_forwards = 0
         module.forward = self
 
     @property
@@ -321,7 +323,9 @@ class RecomputedForward:
         if self._changes_a_cache(kwargs, leaves):
             return forward(*args, **kwargs)
 
-        saved = self._selection.region() if self._selection is not None else None
+        self._num_forwards += 1
+        repeats = Repeats(type(module).__name__) if is_looked_at(self._num_forwards) else None
+        saved = self._selection.region(repeats) if self._selection is not None else None
         are_inputs = [*map(_can_be_saved, leaves)]
         inputs = [*compress(leaves, are_inputs)]
         others = Held(
@@ -356,7 +360,8 @@ class RecomputedForward:
             unseen.clear()
             return output
 
-        contexts = saved.contexts if saved is not None else _no_contexts
+        watched = saved if saved is not None else repeats
+        contexts = watched.contexts if watched is not None else _no_contexts
         with self._takeover.suspended(), torch.utils.checkpoint.set_checkpoint_early_stop(False):
             return torch.utils.checkpoint.checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts)
 

@@ -45,6 +45,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
+from ds_fuyou.activations.repeats import Repeats
 from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
 from ds_fuyou.activations.unseen import UnseenChanges
@@ -109,9 +110,10 @@ class OutputSelection:
         self._fates = {call: fate for call, fate in fates.items() if fate is not Fate.RECOMPUTE}
         self._is_looked_at = False
 
-    def region(self) -> RegionOutputs:
-        """For one forward of the block."""
-        return RegionOutputs(self._swapper, self._fates, self._draws, None if self._is_looked_at else self._found)
+    def region(self, repeats: Repeats | None) -> RegionOutputs:
+        """For one forward of the block. ``repeats``: is told of outputs that are computed again."""
+        found = None if self._is_looked_at else self._found
+        return RegionOutputs(self._swapper, self._fates, self._draws, found, repeats)
 
     def _found(self, changed: set[OperatorCall]) -> None:
         """In the first forward: outputs of these calls are changed unseen."""
@@ -130,8 +132,10 @@ class RegionOutputs:
         fates: Mapping[OperatorCall, Fate],
         draws: RandomSource | None,
         found: Callable[[set[OperatorCall]], None] | None,
+        repeats: Repeats | None,
     ) -> None:
         self._swapper = swapper
+        self.repeats = repeats
         self._fates = fates
         self._found = found
         self._unseen: UnseenChanges[OperatorCall] | None = None if found is None else UnseenChanges()
@@ -264,6 +268,8 @@ class _Forward(_Mode):
         if call is None or not self._region.wants(call):
             outputs = func(*args, **named)
             self._region.changed(written)
+            if call is not None and self._region.repeats is not None:
+                self._region.repeats.made(func, call, outputs)
             return outputs
         before = self._region.random_states() if is_foreign(func) else []
         outputs = func(*args, **named)
@@ -306,7 +312,10 @@ class _Recomputation(_Mode):
         call = self._calls.place(func, args, named)
         taken = None if call is None else self._region.take(call, _shapes(args))
         if taken is None:
-            return func(*args, **named)
+            outputs = func(*args, **named)
+            if call is not None and self._region.repeats is not None:
+                self._region.repeats.made_again(call, outputs)
+            return outputs
         outputs, num_completions = taken
         if num_completions:
             self._complete[_address(outputs)] = num_completions
@@ -326,6 +335,8 @@ class _Recomputation(_Mode):
                 f"{self._region.counts.get(differ[0], 0)} times then and {counts.get(differ[0], 0)} times now. Set "
                 f"activations.mode to swap"
             )
+        if kind is None and self._region.repeats is not None:
+            self._region.repeats.tell()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -494,7 +494,7 @@ def test_outputs_that_are_changed_unseen_in_other_blocks_are_found(fate: Fate, t
         swapped.session.decide(in_each_block(calls, fate, ""))
         for _ in range(3):
             assert agrees(swapped, step, expected)
-        wants = [forward._selection.region().wants(up) for forward in swapped.session._forwards]
+        wants = [forward._selection.region(None).wants(up) for forward in swapped.session._forwards]
         assert wants == [True, False, False]
         assert swapped.nothing_is_left()
 

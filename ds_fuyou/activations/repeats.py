@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a block that is computed again makes the values that it made in forward.
+
+A recomputation sees a block's arguments, buffers and random generators as they were. What else a block uses, an object
+that counts its calls, say, may be another by then, and gradients would be of another function, without a word: here as
+under any gradient checkpointing, but a script need not have asked for that (mode "auto"). So in some forwards of every
+block, the first and ever fewer later ones, what operators make is summed, as the words that it is in memory, and
+compared with what they make in the recomputation. A difference is told, not refused: kernels that add in no fixed order
+differ in rounding, and train all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_fuyou.activations.calls import CallCounter, OperatorCall, makes_values
+from ds_fuyou.log import log_once
+
+__all__ = ["Repeats", "is_looked_at"]
+
+_APART = 16
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def is_looked_at(number: int) -> bool:
+    """Whether a block's forward is one of those that are compared: 1, 16, 256 and so on."""
+    while number > 1 and number % _APART == 0:
+        number //= _APART
+    return number == 1
+
+
+class Repeats:
+    """Of one forward of a block of a class called ``what``: told of what operators make there, then of what they make
+    when it is computed again.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._sums: dict[OperatorCall, torch.Tensor] = {}
+        self._differ: list[tuple[OperatorCall, torch.Tensor]] = []
+
+    def made(self, func: Any, call: OperatorCall, outputs: Any) -> None:
+        """In forward, just now."""
+        values = _compared(func, outputs)
+        if values is not None:
+            self._sums[call] = _sum_of(values)
+
+    def made_again(self, call: OperatorCall, outputs: Any) -> None:
+        """In a recomputation, just now."""
+        before = self._sums.get(call)
+        values = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
+        if before is not None and isinstance(values, torch.Tensor):
+            self._differ.append((call, _sum_of(values) != before))
+
+    def tell(self) -> None:
+        """At the end of a recomputation. Waits for a device."""
+        differ, self._differ = self._differ, []
+        if not differ or not bool(torch.stack([flag for _, flag in differ]).any()):
+            return
+        call = next(call for call, flag in differ if bool(flag))
+        log_once(
+            logging.WARNING,
+            f"{self._what}: computed again in backward, {call.operator} (call {call.occurrence}) has made other values "
+            f"than in forward, so gradients are not those of that forward. Either its kernel adds in no fixed order, "
+            f"which is rounding, or the block uses what a recomputation does not see (an object that changes with "
+            f'every call, say; docs/activations.md, "Not seen"): then set activations.mode to swap',
+        )
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For the ``context_fn`` of a checkpoint that computes all again."""
+        return _Watch(self, is_again=False), _Watch(self, is_again=True)
+
+
+class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As of the modes in ``selective.py``."""
+        return True
+
+    def __init__(self, repeats: Repeats, *, is_again: bool) -> None:
+        super().__init__()
+        self._repeats, self._is_again = repeats, is_again
+        self._calls = CallCounter()
+
+    def __enter__(self) -> Any:
+        self._calls.restart()  # a region may be computed again several times
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, *exc: Any) -> None:
+        super().__exit__(kind, *exc)
+        if kind is None and self._is_again:
+            self._repeats.tell()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        call = self._calls.place(func, args, named)
+        outputs = func(*args, **named)
+        if call is not None and self._is_again:
+            self._repeats.made_again(call, outputs)
+        elif call is not None:
+            self._repeats.made(func, call, outputs)
+        return outputs
+
+
+def _compared(func: Any, outputs: Any) -> torch.Tensor | None:
+    """The first output, if it is plain memory of floating-point numbers: others are seeds, or partly padding."""
+    values = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+    if not makes_values(func) or type(values) is not torch.Tensor or values.layout != torch.strided:
+        return None
+    is_plain = values.is_floating_point() and not (values._is_zerotensor() or values.is_nested)
+    return values if is_plain and values.element_size() in _INTEGERS else None
+
+
+def _sum_of(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
