@@ -88,12 +88,8 @@ def parse_bytes(value: object) -> int:
 
 
 def _parse_budget(value: object) -> object:
-    return value if value == "auto" else parse_bytes(value)
-
-
-def _parse_large_budget(value: object) -> object:
     """One that holds at least a page: a smaller number was meant in other units."""
-    budget = _parse_budget(value)
+    budget = value if value == "auto" else parse_bytes(value)
     if isinstance(budget, int) and budget < PAGE_BYTES:
         meant = f'; {budget} bytes? Write "{budget}GiB"' if value == budget else ""
         raise ValueError(f"must be at least {PAGE_BYTES} bytes{meant}")
@@ -154,7 +150,6 @@ def _as_paths(value: object) -> object:
 
 Tier = Literal["auto", "cpu", "nvme"]
 ByteBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_budget)]
-LargeBudget = Annotated[int | Literal["auto"], BeforeValidator(_parse_large_budget)]
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 ChunkBytes = Annotated[int, BeforeValidator(_parse_chunk)]
 BlockBytes = Annotated[int, BeforeValidator(_parse_block)]
@@ -267,7 +262,9 @@ class ResidentShares(_Settings):
     gradients: Share | None = Field(None, description="Of G16.")
     frozen: Share | None = Field(None, description='Of frozen parameters, where `parameters.tier` is "auto".')
     optimizer_twice: Share | None = Field(
-        None, description="Of P32 and the moments, of those in host memory: two versions, so updates begin in backward."
+        None,
+        description="Share of all P32 and moments (at most that of `optimizer`) of which host memory has two versions, "
+        "so that their updates begin in backward.",
     )
 
     def given(self) -> dict[str, float]:
@@ -355,10 +352,11 @@ class FuyouConfig(_Settings):
         "Where nodes or ranks use other disks: `$NAME` is taken from the environment of the rank, `{host}`, `{node}`, "
         "`{rank}` and `{local_rank}` are replaced.",
     )
-    dram_budget_bytes: LargeBudget = Field(
+    dram_budget_bytes: ByteBudget = Field(
         "auto",
-        description="Host memory this rank may use. `auto`: 80 % of what is free at the start, of all ranks of the "
-        "machine, or of a control group with a limit, in equal shares, on every rank what the one with least has.",
+        description="Host memory this rank may use. `auto`: 80 % (where device and host share one memory 40 %) of what "
+        "is free when the engine is built, or what the tightest control group leaves, divided equally among the ranks "
+        "of this machine; all ranks plan with the smallest result.",
     )
     gpu_budget_bytes: ByteBudget = Field(
         "auto",
@@ -366,7 +364,7 @@ class FuyouConfig(_Settings):
         "parameters that stay between micro-batches, and swapped activations that have not left the device. Default: "
         "90 % of what others leave of the device, and no swapping where the device is the host.",
     )
-    nvme_budget_bytes: LargeBudget = Field("auto", description="Storage this rank may use.")
+    nvme_budget_bytes: ByteBudget = Field("auto", description="Storage this rank may use.")
     parameters: ParameterSettings = ParameterSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     gradients: GradientSettings = GradientSettings()
@@ -380,7 +378,11 @@ class FuyouConfig(_Settings):
         "activations; what a run goes on from, and states that `fuyou recover` takes out, by the commit record; "
         "and what a checkpoint is loaded from, by the sums in its files.",
     )
-    trace: FileName | None = Field(None, description="File to write a lane trace to (opens in Perfetto).")
+    trace: FileName | None = Field(
+        None,
+        description="File to write a lane trace to (opens in Perfetto), when the run ends: its first 300,000 spans. "
+        "Ranks but the first write `FILE.rankN`.",
+    )
     keep_state: bool = Field(
         False,
         description="Leave the state files in place after a clean end, too: a run with `resume` goes on from them, and "

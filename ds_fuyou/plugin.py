@@ -488,7 +488,7 @@ def _tell_of_builds(ds_config: Any) -> None:
         log_once(
             logging.INFO,
             f"DeepSpeed compiles {' and '.join(missing)} now, once in this environment: minutes without a word "
-            "(`fuyou build` does it beforehand)",
+            f"(`{stock_operators.build_command(ds_config.optimizer_name)}` does it beforehand)",
         )
 
 

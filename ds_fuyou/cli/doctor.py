@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.metadata
 import itertools
@@ -12,12 +13,14 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ds_fuyou.cli.doctor_config import config_findings
+from ds_fuyou.cli.ds_config import read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.cli.machine_options import add_adapter_options, model_from
+from ds_fuyou.ds_json import section_of
 from ds_fuyou.errors import FuyouConfigError, FuyouError
 from ds_fuyou.planner.model import ModelSpec
 
@@ -54,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise FuyouConfigError("--measure must know where: name the nvme_path directories behind it")
     model = _model(arguments, files)
     found = itertools.chain(
-        findings(directories, measure=arguments.measure), *(config_findings(file, model) for file in files)
+        findings(directories, _optimizers(files), measure=arguments.measure),
+        *(config_findings(file, model) for file in files),
     )
     for finding in found:
         healthy = healthy and finding.ok
@@ -75,9 +79,19 @@ def _model(arguments: argparse.Namespace, files: list[Path]) -> ModelSpec | None
     return model_from(arguments)
 
 
-def findings(paths: list[str], *, measure: bool = False) -> Iterator[Finding]:
+def _optimizers(files: Iterable[Path]) -> list[str]:
+    """Those that the DeepSpeed JSON files name, else Adam: whose operators a run loads."""
+    found = []
+    for file in files:
+        with contextlib.suppress(FuyouError):  # a finding of its own
+            found.append(section_of(read_ds_file(file).config, "optimizer").get("type"))
+    return list(dict.fromkeys(name for name in found if isinstance(name, str))) or ["Adam"]
+
+
+def findings(paths: list[str], optimizers: Iterable[str], *, measure: bool = False) -> Iterator[Finding]:
     """Every check in order; a check that itself fails is a finding, not an exception."""
-    checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _operators, _io_uring]
+    checks: list[Callable[[], Finding]] = [_hook, _other_ways, _versions, _compiler, _operators_check(optimizers)]
+    checks += [_io_uring]
     checks += [_locked_memory, _host_memory, _shared_memory, *(_path_check(path) for path in paths)]
     if measure:
         checks += [_rates_check(path) for path in paths]
@@ -201,19 +215,24 @@ def _path_check(path: str) -> Callable[[], Finding]:
     return nvme_path
 
 
-def _operators() -> Finding:
-    """What a first start would wait for, or compile."""
-    from ds_fuyou.ops import stock_operators
+def _operators_check(optimizers: Iterable[str]) -> Callable[[], Finding]:
+    def operators() -> Finding:
+        """What a first start would wait for, or compile."""
+        from ds_fuyou.ops import stock_operators
 
-    directory = stock_operators.build_directory()
-    left = stock_operators.left_locks(directory)
-    if left:
-        return Finding("DeepSpeed's operators", stock_operators.told_of_locks(left), ok=False, fix=f"rm {left[0]}")
-    missing = stock_operators.operators_to_compile("Adam")
-    if missing:
-        found = f"{', '.join(missing)} would be compiled at the first start, minutes without a word"
-        return Finding("DeepSpeed's operators", found, fix="fuyou build")
-    return Finding("DeepSpeed's operators", f"compiled, in {directory}")
+        directory = stock_operators.build_directory()
+        left = stock_operators.left_locks(directory)
+        if left:
+            return Finding("DeepSpeed's operators", stock_operators.told_of_locks(left), ok=False, fix=f"rm {left[0]}")
+        missing = {name: stock_operators.operators_to_compile(name) for name in optimizers}
+        names = dict.fromkeys(itertools.chain(*missing.values()))
+        if names:
+            found = f"{', '.join(names)} would be compiled at the first start, minutes without a word"
+            fix = " && ".join(dict.fromkeys(stock_operators.build_command(name) for name in missing if missing[name]))
+            return Finding("DeepSpeed's operators", found, fix=fix)
+        return Finding("DeepSpeed's operators", f"compiled, in {directory}")
+
+    return operators
 
 
 def _rates_check(path: str) -> Callable[[], Finding]:

@@ -21,8 +21,10 @@ from ds_fuyou.cli.ds_config import BYTE_ORDER_MARK, DeepSpeedFile, read_ds_file
 from ds_fuyou.cli.finding import Finding
 from ds_fuyou.cli.machine_options import add_adapter_options, model_from
 from ds_fuyou.config import BLOCK_KEY
+from ds_fuyou.ds_json import section_of
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import replacing
+from ds_fuyou.ops.stock_operators import build_command
 
 __all__ = ["add_arguments", "run", "with_block"]
 
@@ -80,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         _write(target.resolve(), text)
     words = [*found.why, f"written: {target}" if target is not None else "put this into the DeepSpeed JSON"]
     stream = sys.stdout if target is not None else sys.stderr
-    stream.write("".join(f"{line}\n" for line in words) + "next: fuyou build, then launch as before\n")
+    build = build_command(section_of(config, "optimizer").get("type"))
+    stream.write("".join(f"{line}\n" for line in words) + f"next: {build}, then launch as before\n")
     return 0
 
 

@@ -22,8 +22,17 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["build_directory", "compile_operators", "left_locks", "operators_to_compile", "remove_lock", "told_of_locks"]
+__all__ = [
+    "build_command",
+    "build_directory",
+    "compile_operators",
+    "left_locks",
+    "operators_to_compile",
+    "remove_lock",
+    "told_of_locks",
+]
 
+_OWN_BUILDERS = {"adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}
 _SURE_SECS = 5.0  # a start that is not seen from here, in another container, has long given it back
 _RELEASED_SECS = 0.2  # far more than a process needs to remove what it has closed
 
@@ -40,6 +49,12 @@ def build_directory() -> Path:
     kinds = (("rocm", torch.version.hip), ("cu", torch.version.cuda))
     kind = next((f"{name}{found.replace('.', '')}" for name, found in kinds if found is not None), "cpu")
     return Path(cpp_extension.get_default_build_root()) / f"{version}_{kind}"
+
+
+def build_command(optimizer: str | None) -> str:
+    """The command that compiles beforehand what a run with this optimizer (None: Adam) compiles at its start."""
+    named = (optimizer or "").lower()
+    return "fuyou build" + (f" --optimizer {optimizer}" if named in _OWN_BUILDERS else "")
 
 
 def left_locks(directory: Path, proc: Path = Path("/proc")) -> list[Path]:
@@ -123,7 +138,7 @@ def _builders(optimizer: str) -> list[object]:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    names = [{"adagrad": "CPUAdagradBuilder", "lion": "CPULionBuilder"}.get(optimizer.lower(), "CPUAdamBuilder")]
+    names = [_OWN_BUILDERS.get(optimizer.lower(), "CPUAdamBuilder")]
     if accelerator.device_name() == "cpu":
         names.append("ShareMemCommBuilder")
     builders = [accelerator.create_op_builder(name) for name in names]

@@ -44,7 +44,8 @@ def document_of(chosen: Chosen) -> PlanDocument:
 def _settings(chosen: Chosen) -> dict[str, int]:
     """What was decided of them; of other systems slots alone."""
     chunks = {} if chosen.plan is None else {"chunk_bytes": chosen.plan.chunk_bytes}
-    return {**chunks, "slots": 1 if chosen.second_slot_bytes else 2}
+    most = 2 if chosen.plan is None else chosen.plan.slots
+    return {**chunks, "slots": 1 if chosen.second_slot_bytes else most}
 
 
 def _predicted(chosen: Chosen) -> dict[str, Any]:

@@ -332,6 +332,18 @@ def test_with_room_for_one_slot_updates_begin_in_step(
     assert "one slot a chunk" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("save", "slots"), [("background", 3), ("blocking", 2)])
+def test_a_plan_takes_no_slot_from_saves_behind_training(
+    save: str, slots: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "ds.json"
+    block = {"nvme_path": "/nvme", "checkpoint": {"save": save}}
+    config.write_text(json.dumps({**BASE, "fuyou": block}), encoding="utf-8")
+    plan = ["plan", "--model", "6B", "--num-ssds", "2", "--dram-gb", "48", "--config", str(config), "--json"]
+    assert main([*plan, "--ssd-tb", "4"]) == 0
+    assert _shown(capsys)["settings"]["slots"] == slots
+
+
 def test_without_a_limit_host_memory_is_filled_as_a_run_fills_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

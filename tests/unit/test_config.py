@@ -67,10 +67,9 @@ def test_auto_is_accepted_for_every_key() -> None:
 )
 def test_byte_counts(given: object, num_bytes: int) -> None:
     assert parse_bytes(given) == num_bytes
-    assert block(gpu_budget_bytes=given).gpu_budget_bytes == num_bytes
 
 
-@pytest.mark.parametrize("key", ["dram_budget_bytes", "nvme_budget_bytes"])
+@pytest.mark.parametrize("key", ["dram_budget_bytes", "gpu_budget_bytes", "nvme_budget_bytes"])
 @pytest.mark.parametrize(
     ("given", "said"),
     [(24, '; 24 bytes? Write "24GiB"'), (4095, '; 4095 bytes? Write "4095GiB"'), ("512B", ""), ("4KB", "")],

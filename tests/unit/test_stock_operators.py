@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from ds_fuyou import plugin
-from ds_fuyou.cli import main
+from ds_fuyou.cli import doctor, main
+from ds_fuyou.cli.finding import Finding
 from ds_fuyou.ops import stock_operators
 from ds_fuyou.storage import probe
 
@@ -87,6 +89,38 @@ def test_operators_that_are_built_are_not_named(directory: Path) -> None:
     assert stock_operators.operators_to_compile("Lion")[0] == "cpu_lion"
     (directory / "cpu_adam" / "cpu_adam.so").touch()
     assert stock_operators.operators_to_compile("AdamW") == ["deepspeed_shm_comm"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "command"),
+    [(None, "fuyou build"), ("AdamW", "fuyou build"), ("Lion", "fuyou build --optimizer Lion")],
+)
+def test_the_command_that_builds_beforehand_names_whose_operator_is_another(
+    optimizer: str | None, command: str, directory: Path, told: Callable[[], str]
+) -> None:
+    assert stock_operators.build_command(optimizer) == command
+    plugin._tell_of_builds(SimpleNamespace(optimizer_name=optimizer))
+    assert f"`{command}` does it beforehand" in told()
+
+
+def test_doctor_looks_for_the_operators_of_all_its_files(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for check in ("_hook", "_other_ways", "_compiler", "_versions"):
+        monkeypatch.setattr(doctor, check, lambda: Finding("stub", "fine"))
+    files = []
+    for name in ("AdamW", "Lion", "none"):
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps({"optimizer": {"type": name}} if name != "none" else {}))
+    for name in ("cpu_adam", "deepspeed_shm_comm"):
+        (directory / name).mkdir(exist_ok=True)
+        (directory / name / f"{name}.so").touch()
+    main(["doctor", *map(str, files)])
+    said = capsys.readouterr().out
+    assert "cpu_lion would be compiled at the first start" in said
+    assert "fix: fuyou build --optimizer Lion\n" in said
+    main(["doctor", str(files[0])])
+    assert f"compiled, in {directory}" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("file_locks")
