@@ -129,7 +129,7 @@ def _kind(part: object) -> str:
     if typing.get_origin(part) is tuple:
         return "path, list of paths"
     if typing.get_origin(part) is list:
-        return "list of numbers" if "int" in str(part) else "list of names"
+        return "list of whole numbers" if "int" in str(part) else "list of names"
     return f"`{part}`"
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a frozen Llama with PEFT and the Trainer. The frozen base stays on NVMe and has no gradients and no state.
+"""LoRA on a frozen Llama with PEFT and the Trainer. The frozen base has no gradients and no state; what of it host
+memory has no room for stays on NVMe.
 
 deepspeed examples/lora.py --deepspeed configs/hf_lora_fuyou.json --output_dir .work/lora --bf16 --max_steps 20
 """
