@@ -92,14 +92,18 @@ def test_where_a_tensor_lies(is_aligned: bool, tmp_path: Path) -> None:
         assert files.extents(loaded[0][0]) is None, "somebody may have written to it"
 
 
-def test_a_file_that_another_one_has_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_file_that_another_one_has_replaced(is_late: bool, tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     loaded = written(flats(1), path, is_aligned=True)
     other = tmp_path / "other.pt"
     written(flats(2), other, is_aligned=True)
-    os.replace(other, path)
     before = len(os.listdir("/proc/self/fd"))
+    if not is_late:
+        os.replace(other, path)
     with MappedFiles({str(path)}) as files:
+        if is_late:
+            os.replace(other, path)
         for _ in range(2):
             assert files.extents(loaded[0][0]) is None
         assert len(os.listdir("/proc/self/fd")) == before
