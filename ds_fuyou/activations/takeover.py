@@ -17,10 +17,11 @@ engines over one model, or in several threads, begin and end in any order: who s
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.log import log_once
 
-__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint"]
+__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint", "directly"]
 
 
 class TakeoverPoint:
@@ -83,19 +84,38 @@ class _DirectFunction:
     def apply(self, function: Callable[..., Any], preserve_rng_state: Any, *args: Any) -> Any:
         if not self._point.takes_over():
             return self._original.apply(function, preserve_rng_state, *args)
+        torch.utils.checkpoint.check_backward_validity(args)
+        return directly(function, args)
+
+
+def directly(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """What a re-entrant region returns, without one: where no tensor that it is given needs a gradient, nothing inside
+    gets one, parameters neither.
+    """
+    is_trained = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    with nullcontext() if is_trained else torch.no_grad():
         return function(*args)
 
 
 def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Generator[None, None, None]]:
-    """Stands for what brackets the region of a non-re-entrant checkpoint."""
+    """Stands for what brackets the region of a non-re-entrant checkpoint. A context that the script runs its forward in
+    is entered; PyTorch's own, which selects outputs to save, is not.
+    """
+    signature = inspect.signature(original)
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
         if not point.takes_over():
             yield from original(*args, **kwargs)
             return
-        yield
+        contexts = signature.bind_partial(*args, **kwargs).arguments.get("context_fn", _SELECTS)
+        made_by = contexts.func if isinstance(contexts, functools.partial) else contexts
+        with nullcontext() if made_by is _SELECTS else contexts()[0]:
+            yield
 
     return generator
+
+
+_SELECTS = torch.utils.checkpoint.create_selective_checkpoint_contexts
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

@@ -20,7 +20,7 @@ from ds_fuyou.activations.parameters import SavedParameter, as_saved_parameter, 
 from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
-from ds_fuyou.activations.takeover import TORCH_POINTS, TakeoverPoint
+from ds_fuyou.activations.takeover import TORCH_POINTS, TakeoverPoint, directly
 from ds_fuyou.activations.tier import StorageHome, SwapTier
 from ds_fuyou.activations.views import ViewSpec
 from ds_fuyou.config import FuyouConfig
@@ -59,7 +59,7 @@ class _DirectDeepSpeedFunction:
     def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
         if not self._point.takes_over():
             return self._original.apply(function, all_outputs, *args)
-        outputs = function(*args)
+        outputs = directly(function, args)
         all_outputs += [outputs] if torch.is_tensor(outputs) else outputs
         return outputs
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -13,7 +15,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from torch.utils.checkpoint import checkpoint  # bound before anything is replaced
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,  # bound before anything is replaced
+    create_selective_checkpoint_contexts,
+)
 
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
 from tests.activations.support import PlainBlock, attached, gradients, must_agree
@@ -59,6 +66,63 @@ def test_swapped_instead_of_recomputed(reentrant: bool, tmp_path: Path, told: Ca
     assert told().count("takes these regions over") == 1
     train(model)
     assert model.num_calls == 2 * 3 + 6, "outside of a session a region is computed twice again"
+
+
+def test_a_reentrant_region_whose_inputs_need_no_gradient_is_not_trained(tmp_path: Path) -> None:
+    class Model(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (self.blocks[0], self.blocks[1]):
+                x = checkpoint(self.run, block, x, use_reentrant=True)
+            return self.blocks[2](x).square().mean()
+
+    def step(model: nn.Module) -> None:
+        model(inputs().detach()).backward()
+
+    model = Model(reentrant=True).train()
+    expected = gradients(copy.deepcopy(model), step)
+    assert sum(gradient is None for gradient in expected) == 2 * len([*model.blocks[0].parameters()])
+    with attached(model, tmp_path), pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        found = gradients(model, step)
+    for (name, _), one, other in zip(model.named_parameters(), expected, found, strict=True):
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one, other), name
+
+
+class _Doubled(TorchFunctionMode):
+    """Multiplies what every linear layer gives."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+def _selected(*_: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize(
+    "contexts",
+    [lambda: (_Doubled(), _Doubled()), functools.partial(create_selective_checkpoint_contexts, _selected)],
+)
+def test_contexts_of_a_region_are_those_of_its_forward(
+    contexts: Callable[[], Any], is_recomputed: bool, tmp_path: Path
+) -> None:
+    class Inside(nn.Module):
+        """A block whose region is inside of it, so that it is a part of what is computed again."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + checkpoint(lambda x: self.down(self.up(x).relu()), x, use_reentrant=False, context_fn=contexts)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Inside() for _ in range(3)))
+    must_agree(
+        model, lambda model: model(inputs()).square().sum().backward(), tmp_path, recompute=lambda name: is_recomputed
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
