@@ -180,6 +180,8 @@ def _open_unnamed(path_fd: int, path: Path) -> int:
         return fd
     except OSError as error:
         message = f"nvme_path must be writable by user {os.geteuid()}; change its owner or mount or name another"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            message = "no file can be opened in nvme_path; raise the limit of open files (ulimit -n)"
         raise FuyouStorageError(error.errno or errno.EIO, message, str(path)) from error
 
 

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
+from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.probe import enable_direct, probe_path
 from tests.unit.storage_support import PAGE, all_files
 
@@ -26,6 +29,23 @@ def test_facts_of_a_directory(tmp_path: Path) -> None:
 def test_memory_is_told_from_disk() -> None:
     facts = probe_path(Path("/dev/shm"))
     assert (facts.filesystem, facts.is_tmpfs, facts.supports_direct) == ("tmpfs", True, False)
+
+
+def test_where_no_more_files_can_be_opened_it_says_so(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 64, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        os.close(opened.pop())  # for the directory
+        with pytest.raises(FuyouStorageError, match=r"raise the limit of open files \(ulimit -n\)"):
+            probe_path(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in opened:
+            os.close(fd)
 
 
 def test_without_unnamed_files_a_named_one_is_gone_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
