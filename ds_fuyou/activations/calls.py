@@ -21,6 +21,7 @@ __all__ = ["TORCHS", "CallCounter", "OperatorCall", "is_foreign", "is_view", "ma
 _CHEAP = frozenset(
     {"aten._to_copy.default", "aten.empty_like.default", "aten.clone.default", "aten._unsafe_view.default"}
 )
+_PARTLY_FILLED = ("empty", "_grouped_mm", "_flash_attention_forward", "_efficient_attention_forward")
 TORCHS = frozenset({"aten", "prim", "prims"})
 """Namespaces of PyTorch's own operators."""
 
@@ -53,7 +54,8 @@ def _kind(func: Any) -> _Kind:
     aliases = any(item.alias_info is not None for item in schema.returns)
     counts = makes_tensors and not aliases and not schema.is_mutable and str(func) not in _CHEAP
     view = (aliases and not schema.is_mutable) or str(func) == "aten._unsafe_view.default"
-    is_random, makes_values = torch.Tag.nondeterministic_seeded in func.tags, "empty" not in schema.name
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    makes_values = func.namespace in TORCHS and not any(part in schema.name for part in _PARTLY_FILLED)
     return _Kind(str(func), counts, is_random, schema.is_mutable, view, makes_values)
 
 
@@ -96,7 +98,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def makes_values(func: Any) -> bool:
-    """Whether the operator fills what it makes, as far as is known."""
+    """Whether the operator fills what it makes. Other libraries' need not say it."""
     return _kind(func).makes_values
 
 

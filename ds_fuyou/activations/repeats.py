@@ -19,16 +19,22 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, makes_values
+from ds_fuyou.activations.unseen import sum_of_words
 from ds_fuyou.log import log_once
 
 __all__ = ["Repeats", "is_looked_at"]
 
+_MODES_COMPILE = hasattr(TorchDispatchMode, "ignore_compile_internals")  # else dynamo gives up under any, for good
+
 _APART = 16
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 def is_looked_at(number: int) -> bool:
-    """Whether a block's forward is one of those that are compared: 1, 16, 256 and so on."""
+    """Whether a block's forward is one of those that are compared: 1, 16, 256 and so on. None where a script could
+    compile nothing any more.
+    """
+    if not _MODES_COMPILE:
+        return False
     while number > 1 and number % _APART == 0:
         number //= _APART
     return number == 1
@@ -41,34 +47,39 @@ class Repeats:
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self.forward_is_over = self.is_recomputed_within = False
+        """One runs while the forward does, of a part: nothing is compared then."""
         self._sums: dict[OperatorCall, torch.Tensor] = {}
         self._differ: list[tuple[OperatorCall, torch.Tensor]] = []
 
     def made(self, func: Any, call: OperatorCall, outputs: Any) -> None:
         """In forward, just now."""
-        values = _compared(func, outputs)
-        if values is not None:
-            self._sums[call] = _sum_of(values)
+        values = _first(outputs)
+        if makes_values(func) and _is_plain(values):
+            self._sums[call] = sum_of_words(values)
 
     def made_again(self, call: OperatorCall, outputs: Any) -> None:
         """In a recomputation, just now."""
-        before = self._sums.get(call)
-        values = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
-        if before is not None and isinstance(values, torch.Tensor):
-            self._differ.append((call, _sum_of(values) != before))
+        before, values = self._sums.get(call), _first(outputs)
+        if before is not None and _is_plain(values) and values.device == before.device:
+            self._differ.append((call, sum_of_words(values) != before))
 
     def tell(self) -> None:
         """At the end of a recomputation. Waits for a device."""
         differ, self._differ = self._differ, []
-        if not differ or not bool(torch.stack([flag for _, flag in differ]).any()):
+        flags: dict[torch.device, list[torch.Tensor]] = {}
+        for _, flag in differ:
+            flags.setdefault(flag.device, []).append(flag)
+        if not any(bool(torch.stack(of_device).any()) for of_device in flags.values()):
             return
         call = next(call for call, flag in differ if bool(flag))
         log_once(
             logging.WARNING,
             f"{self._what}: computed again in backward, {call.operator} (call {call.occurrence}) has made other values "
             f"than in forward, so gradients are not those of that forward. Either its kernel adds in no fixed order, "
-            f"which is rounding, or the block uses what a recomputation does not see (an object that changes with "
-            f'every call, say; docs/activations.md, "Not seen"): then set activations.mode to swap',
+            f"which is rounding, or leaves parts unwritten that nobody reads, or the block uses what a recomputation "
+            f'does not see (an object that changes with every call, say; docs/activations.md, "Not seen"): then set '
+            f"activations.mode to swap",
         )
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -91,17 +102,25 @@ class _Watch(TorchDispatchMode):
 
     def __enter__(self) -> Any:
         self._calls.restart()  # a region may be computed again several times
+        if self._is_again:
+            self._repeats.is_recomputed_within = not self._repeats.forward_is_over
         return super().__enter__()
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
         super().__exit__(kind, *exc)
-        if kind is None and self._is_again:
+        if not self._is_again:
+            self._repeats.forward_is_over = True
+        elif self._repeats.is_recomputed_within:
+            self._repeats.is_recomputed_within = False
+        elif kind is None:
             self._repeats.tell()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
+        if self._repeats.is_recomputed_within:
+            return func(*args, **named)
         call = self._calls.place(func, args, named)
         outputs = func(*args, **named)
         if call is not None and self._is_again:
@@ -111,14 +130,14 @@ class _Watch(TorchDispatchMode):
         return outputs
 
 
-def _compared(func: Any, outputs: Any) -> torch.Tensor | None:
-    """The first output, if it is plain memory of floating-point numbers: others are seeds, or partly padding."""
-    values = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-    if not makes_values(func) or type(values) is not torch.Tensor or values.layout != torch.strided:
-        return None
+def _first(outputs: Any) -> Any:
+    """Those behind it are seeds, or partly padding."""
+    return outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+
+
+def _is_plain(values: Any) -> bool:
+    """Whether it is floating-point numbers in memory of their own, without gaps."""
+    if type(values) is not torch.Tensor or values.layout != torch.strided or values.device.type == "meta":
+        return False
     is_plain = values.is_floating_point() and not (values._is_zerotensor() or values.is_nested)
-    return values if is_plain and values.element_size() in _INTEGERS else None
-
-
-def _sum_of(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+    return is_plain and values.untyped_storage().nbytes() == values.nbytes

@@ -107,15 +107,15 @@ def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Gene
         if not point.takes_over():
             yield from original(*args, **kwargs)
             return
-        contexts = signature.bind_partial(*args, **kwargs).arguments.get("context_fn", _SELECTS)
-        made_by = contexts.func if isinstance(contexts, functools.partial) else contexts
-        with nullcontext() if made_by is _SELECTS else contexts()[0]:
+        contexts = signature.bind_partial(*args, **kwargs).arguments.get("context_fn")
+        context = contexts()[0] if contexts is not None and torch.is_grad_enabled() else nullcontext()
+        with nullcontext() if isinstance(context, _SELECTS) else context:
             yield
 
     return generator
 
 
-_SELECTS = torch.utils.checkpoint.create_selective_checkpoint_contexts
+_SELECTS = getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", ())
 
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"

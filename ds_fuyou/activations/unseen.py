@@ -12,7 +12,7 @@ import torch
 
 from ds_fuyou.activations.views import ByteRange, byte_view
 
-__all__ = ["UnseenChanges"]
+__all__ = ["UnseenChanges", "sum_of_words"]
 
 K = TypeVar("K", bound=Hashable)
 
@@ -30,18 +30,18 @@ class UnseenChanges(Generic[K]):
         """By the call of that key, just now. What is no plain memory is left out."""
         for tensor in filter(_is_plain, tensors):
             alias = tensor.detach()
-            self._sums[tensor.untyped_storage()._cdata] = key, alias, _sum_of(alias)
+            self._sums[tensor.untyped_storage()._cdata] = key, alias, sum_of_words(alias)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> None:
         """By an operator that the dispatcher knows, just now."""
         for tensor in filter(_is_plain, tensors):
             known = self._sums.get(tensor.untyped_storage()._cdata)
             if known is not None:
-                self._sums[tensor.untyped_storage()._cdata] = *known[:2], _sum_of(known[1])
+                self._sums[tensor.untyped_storage()._cdata] = *known[:2], sum_of_words(known[1])
 
     def found(self) -> set[K]:
         """Of which calls outputs are not as they were made and written, and lets all of them go. Waits for a device."""
-        keys = {key for key, alias, before in self._sums.values() if not torch.equal(before, _sum_of(alias))}
+        keys = {key for key, alias, before in self._sums.values() if not torch.equal(before, sum_of_words(alias))}
         self._sums.clear()
         return keys
 
@@ -52,8 +52,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return is_ours and tensor.layout == torch.strided and not tensor._is_zerotensor()
 
 
-def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Of the words of its storage, and of the bytes behind them: bytes would take eight times as many to be summed."""
+def sum_of_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Of the words of its storage, and of the bytes behind them: what is smaller would first be copied to words."""
     num_bytes = tensor.untyped_storage().nbytes()
     words = num_bytes // 8 * 8
     of_words = byte_view(tensor, ByteRange(0, words)).view(torch.int64).sum()

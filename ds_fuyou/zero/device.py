@@ -179,10 +179,10 @@ class AcceleratorDevice:
         """
         asked = getattr(torch.get_device_module(self.torch_device), "get_per_process_memory_fraction", None)
         share = asked(self.torch_device) if asked is not None else 1.0
-        total = int(self.total_bytes() * min(1.0, share))
-        return (
-            total // 2 if self.is_unified else min(total, self.free_bytes() + int(self._accelerator.memory_reserved()))
-        )
+        total = self.total_bytes()
+        most = int(total * min(1.0, share))
+        others_leave = self.free_bytes() + int(self._accelerator.memory_reserved())
+        return min(most, total // 2 if self.is_unified else others_leave)
 
     def allocated_bytes(self) -> int:
         return int(self._accelerator.memory_allocated())

@@ -53,7 +53,9 @@ def test_a_device_in_the_hosts_memory_is_known(
     assert AcceleratorDevice(accelerator(), pin_memory=True).is_unified is unified
 
 
-@pytest.mark.parametrize(("is_integrated", "fraction", "usable"), [(0, 1.0, 50), (1, 1.0, 40), (0, 0.3, 24)])
+@pytest.mark.parametrize(
+    ("is_integrated", "fraction", "usable"), [(0, 1.0, 50), (1, 1.0, 40), (1, 0.5, 40), (0, 0.3, 24)]
+)
 def test_memory_is_what_torch_counts_and_others_leave(
     monkeypatch: pytest.MonkeyPatch, is_integrated: int, fraction: float, usable: int
 ) -> None:

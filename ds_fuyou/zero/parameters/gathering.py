@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
+from ds_fuyou.host.device import failure_of
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.parameters.param_swapper import (
@@ -249,9 +250,12 @@ def release_gathered(module: torch.nn.Module) -> None:
 @contextmanager
 def edits_kept(module: torch.nn.Module) -> Iterator[None]:
     """Around an engine's end: what a ``GatheredParameters`` that is still open has gathered is so behind it, too, with
-    the values that the script has given it. The context's end broadcasts and partitions them. A collective.
+    the values that the script has given it. The context's end broadcasts and partitions them. A collective. A device
+    that has failed has none of them any more.
     """
     held = [param for param in in_use_order(module) if swaps_here(param) and is_held(param)]
+    if held and failure_of(rank_device()):
+        held = []
     values = [param.detach().clone() for param in held]
     yield
     if not held:
