@@ -16,11 +16,22 @@ __all__ = ["add_arguments", "run"]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of this command."""
     parser.add_argument("--core", action="store_true", help="the C++ core alone, not DeepSpeed's operators")
-    parser.add_argument("--optimizer", default="Adam", help="compile DeepSpeed's operator of this one (default: Adam)")
+    parser.add_argument(
+        "--optimizer",
+        default="Adam",
+        type=_known,
+        help="compile DeepSpeed's operator of this one: Adam (the default), AdamW, Adagrad, Lion",
+    )
     parser.epilog = (
         "FUYOU_CACHE names the core's cache, TORCH_EXTENSIONS_DIR the folder of DeepSpeed's operators, MAX_JOBS the "
         "number of compilers at a time."
     )
+
+
+def _known(optimizer: str) -> str:
+    if optimizer.lower() not in ("adam", "adamw", "adagrad", "lion"):
+        raise argparse.ArgumentTypeError(f"must be Adam, AdamW, Adagrad or Lion, found {optimizer!r}")
+    return optimizer
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from ds_fuyou.cli.clean import nvme_path_of
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.files import may_be_replaced
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, holds_steps
+from ds_fuyou.storage.directory import ROOT_NAME
 from ds_fuyou.units import shown_bytes
 
 __all__ = ["add_arguments", "run"]
@@ -110,6 +111,7 @@ def _require_runs(directories: Sequence[Path], given: Mapping[str, object]) -> N
         if commands := _commands(nvme_path, " ".join(options)):
             lines = [f"{path} is no run; name one directory of every rank of one:", *commands]
             raise FuyouConfigError("\n  ".join(lines))
+        raise FuyouConfigError(f"{path} is no run (PATH/{ROOT_NAME}/RUN-rankN), and no state of one lies there")
 
 
 def _commands(nvme_path: Path, options: str) -> list[str]:

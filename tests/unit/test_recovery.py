@@ -174,7 +174,7 @@ def test_runs_below_a_path_are_named_with_the_command_that_takes_each(
     assert main(["recover", *command.split()[2:]]) == 0
     shutil.rmtree(directories[0])
     assert main(["recover", str(tmp_path / "first"), "--weights", out]) == 2
-    assert "a state directory must be PATH/ds_fuyou" in capsys.readouterr().err
+    assert "is no run (PATH/ds_fuyou/RUN-rankN), and no state of one lies there" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,10 @@ def test_build_compiles_deepspeeds_operators(
     monkeypatch.setattr(stock_operators, "_builders", lambda optimizer: operators)
     (directory / "x").mkdir()
     (directory / "x" / "x.so").touch()
-    assert main(["build"]) == 0
+    with pytest.raises(SystemExit, match="2"):
+        main(["build", "--optimizer", "Adan"])
+    assert "must be Adam, AdamW, Adagrad or Lion, found 'Adan'" in capsys.readouterr().err
+    assert main(["build", "--optimizer", "adamw"]) == 0
     assert loaded == ["cpu_adam", "x"]
     said = capsys.readouterr().out
     assert "cpu_adam" in said
