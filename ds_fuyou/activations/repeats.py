@@ -22,7 +22,7 @@ from ds_fuyou.activations.calls import CallCounter, OperatorCall, makes_values
 from ds_fuyou.activations.unseen import sum_of_words
 from ds_fuyou.log import log_once
 
-__all__ = ["Repeats", "is_looked_at"]
+__all__ = ["Repeats", "WatchingMode", "is_looked_at"]
 
 _MODES_COMPILE = hasattr(TorchDispatchMode, "ignore_compile_internals")  # else dynamo gives up under any, for good
 
@@ -87,14 +87,19 @@ class Repeats:
         return _Watch(self, is_again=False), _Watch(self, is_again=True)
 
 
-class _Watch(TorchDispatchMode):
+class WatchingMode(TorchDispatchMode):
+    """Sees the operators of a block."""
+
     supports_higher_order_operators = True
+    """``torch.cond`` and its like run as they are, and what is inside of them is not seen."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As of the modes in ``selective.py``."""
+        """True: what the script compiles itself is compiled, as ever; without, dynamo gives up on it for good."""
         return True
 
+
+class _Watch(WatchingMode):
     def __init__(self, repeats: Repeats, *, is_again: bool) -> None:
         super().__init__()
         self._repeats, self._is_again = repeats, is_again

@@ -40,12 +40,11 @@ from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ds_fuyou.activations.calls import CallCounter, OperatorCall, is_foreign, is_view, written_tensors
 from ds_fuyou.activations.policy import Fate
-from ds_fuyou.activations.repeats import Repeats
+from ds_fuyou.activations.repeats import Repeats, WatchingMode
 from ds_fuyou.activations.surroundings import SOURCES, RandomSource, are_same
 from ds_fuyou.activations.swapper import PACKED, Swapper
 from ds_fuyou.activations.unseen import UnseenChanges
@@ -238,17 +237,7 @@ class RegionOutputs:
         self._swapper.read_ahead(packed)
 
 
-class _Mode(TorchDispatchMode):
-    supports_higher_order_operators = True
-    """``torch.cond`` and its like run as they are, and what is inside of them is not seen."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True: what the script compiles itself is compiled, as ever; without, dynamo gives up on it for good."""
-        return True
-
-
-class _Forward(_Mode):
+class _Forward(WatchingMode):
     def __init__(self, region: RegionOutputs) -> None:
         super().__init__()
         self._region = region
@@ -285,7 +274,7 @@ class _Forward(_Mode):
         self._region.end_forward(self._calls.counts(), has_ended=kind is None)
 
 
-class _Recomputation(_Mode):
+class _Recomputation(WatchingMode):
     def __init__(self, region: RegionOutputs) -> None:
         super().__init__()
         self._region = region
