@@ -55,7 +55,7 @@ def _kind(func: Any) -> _Kind:
     counts = makes_tensors and not aliases and not schema.is_mutable and str(func) not in _CHEAP
     view = (aliases and not schema.is_mutable) or str(func) == "aten._unsafe_view.default"
     is_random = torch.Tag.nondeterministic_seeded in func.tags
-    makes_values = func.namespace in TORCHS and not any(part in schema.name for part in _PARTLY_FILLED)
+    makes_values = not is_foreign(func) and not any(part in schema.name for part in _PARTLY_FILLED)
     return _Kind(str(func), counts, is_random, schema.is_mutable, view, makes_values)
 
 

@@ -16,7 +16,7 @@ from ds_fuyou.cli.ds_config import has_precision, param_bytes
 from ds_fuyou.config import BLOCK_KEY
 from ds_fuyou.ds_json import Activation, load_activation, lookup, section_of, stock_states
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host.available_memory import AUTO_TENTHS, AUTO_TENTHS_OF_UNIFIED, available_host_bytes
+from ds_fuyou.host.available_memory import auto_tenths, available_host_bytes
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.model import ModelSpec
 from ds_fuyou.planner.plan import Plan, PlanInput, under_block
@@ -79,8 +79,8 @@ def choose_block(asked: Question) -> FirstBlock:
     why = [
         f"{asked.model.name}: {asked.model.params / 1e6:,.0f} million parameters{_trained(asked.model)} on {ranks} "
         f"rank{'s' * (ranks > 1)}; "
-        f"{shown_bytes(given.dram_budget_bytes)} of host memory for each ({10 * _tenths(given.is_unified)} % of what "
-        "is free now)",
+        f"{shown_bytes(given.dram_budget_bytes)} of host memory for each "
+        f"({10 * auto_tenths(is_unified=given.is_unified)} % of what is free now)",
         where,
         f"placement: {_shown(plan.residency)}; {how}",
     ]
@@ -146,10 +146,6 @@ def _told(disk: Disk) -> str:
     return f"{disk.kind}, {disk.facts.filesystem}, {shown_bytes(disk.facts.free_bytes)} free"
 
 
-def _tenths(is_unified: bool) -> int:
-    return AUTO_TENTHS_OF_UNIFIED if is_unified else AUTO_TENTHS
-
-
 def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInput:
     """As a run would give it to the rule."""
     model, device = asked.model, rank_device()
@@ -160,7 +156,7 @@ def _plan_input(asked: Question, activation: Activation, ranks: int) -> PlanInpu
         grad_bytes_each=width,
         layout=_layout(asked.config, activation),
         largest_param_numel=-(-model.largest_param // ranks),
-        dram_budget_bytes=available_host_bytes() // ranks * _tenths(device.is_unified) // 10,
+        dram_budget_bytes=available_host_bytes() // ranks * auto_tenths(is_unified=device.is_unified) // 10,
         num_cpus=max(1, cores_of_rank() // ranks),
         device_is_host=device.is_host,
         is_unified=device.is_unified,

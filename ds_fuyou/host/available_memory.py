@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 
 __all__ = [
     "AUTO_TENTHS",
-    "AUTO_TENTHS_OF_UNIFIED",
     "MemoryLimit",
+    "auto_tenths",
     "available_host_bytes",
     "copied_later_bytes",
     "memory_limits",
@@ -30,8 +30,6 @@ __all__ = [
 
 AUTO_TENTHS = 8
 """Of what is free when a run starts, that ``dram_budget_bytes: auto`` takes."""
-AUTO_TENTHS_OF_UNIFIED = 4
-"""The same where device and host share one memory."""
 
 _UNLIMITED = 1 << 60  # version 1 writes a huge number for "no limit"
 _MAPPED = {"": "file_mapped", "total_": "mapped_file"}  # each version's name for it
@@ -52,6 +50,11 @@ class MemoryLimit:
     holder: tuple[int, int] | None
     num_bytes: int
     free_bytes: int
+
+
+def auto_tenths(*, is_unified: bool) -> int:
+    """:data:`AUTO_TENTHS`, half of them where device and host share one memory."""
+    return AUTO_TENTHS // 2 if is_unified else AUTO_TENTHS
 
 
 def memory_limits(root: Path = Path("/")) -> list[MemoryLimit]:

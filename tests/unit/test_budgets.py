@@ -13,7 +13,7 @@ import pytest
 
 from ds_fuyou.config import FuyouConfig, PlanOverrides
 from ds_fuyou.errors import FuyouConfigError
-from ds_fuyou.host.available_memory import available_host_bytes, total_host_bytes
+from ds_fuyou.host.available_memory import AUTO_TENTHS, available_host_bytes, total_host_bytes
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.storage.probe import PathFacts
 from ds_fuyou.zero.run import run_design, run_store
@@ -70,7 +70,7 @@ def test_the_rank_with_far_less_memory_than_another_says_so(
     """Which is no other than the one whose group has a limit: all plan with what it has."""
 
     def least(*values: float) -> list[float]:
-        of_another = others * MIB * run_design.AUTO_TENTHS // 10
+        of_another = others * MIB * AUTO_TENTHS // 10
         return [min(value, sign * of_another) for value, sign in zip(values, (1, -1), strict=True)]
 
     monkeypatch.setattr(run_design, "least", least)
@@ -85,5 +85,5 @@ def test_the_rank_with_far_less_memory_than_another_says_so(
     )
     with caplog.at_level(logging.WARNING):
         found = run_design.TrainedModel.host_budget(model)
-    assert found == min(free, others) * MIB * run_design.AUTO_TENTHS // 10
+    assert found == min(free, others) * MIB * AUTO_TENTHS // 10
     assert ("all plan with the least" in caplog.text) == is_told

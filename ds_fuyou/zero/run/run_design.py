@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ds_fuyou.checkpoint.state_files import contents_of
 from ds_fuyou.ds_json import Activation
-from ds_fuyou.host.available_memory import AUTO_TENTHS, AUTO_TENTHS_OF_UNIFIED, copied_later_bytes
+from ds_fuyou.host.available_memory import auto_tenths, copied_later_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import current_rank, get_logger, log_once
 from ds_fuyou.optimizer.clip_policy import Overlap
@@ -150,16 +150,14 @@ class TrainedModel:
             return int(budget)
         owned = (*self.trained, *self.planned_frozen())
         in_place = sum(p.ds_tensor.nbytes for p in owned if partition_of(p) is None and is_in_host_memory(p))
-        tenths = AUTO_TENTHS
         if self.device.is_unified:
-            tenths = AUTO_TENTHS_OF_UNIFIED
             log_once(
                 logging.INFO,
                 "device and host share one memory: half of it is planned for the device, activations leave it for "
                 "storage alone (dram_budget_bytes and gpu_budget_bytes say otherwise)",
             )
         free, later = free_memory_of_rank(), copied_later_bytes()
-        mine = (max(0, free - later) + in_place) * tenths // 10
+        mine = (max(0, free - later) + in_place) * auto_tenths(is_unified=self.device.is_unified) // 10
         found, most = map(int, least(float(mine), -float(mine)))
         if mine == found and later > free // 10:
             get_logger().info(
