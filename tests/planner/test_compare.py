@@ -186,7 +186,7 @@ def test_the_command_prints_and_saves_what_is_compared(capsys: pytest.CaptureFix
 
 def test_writes_beyond_the_warranty_are_told_in_days(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["plan", "--model", "13B", "--ssd", "990pro", "--dram-gb", "80"]
-    assert main([*small, "--compare", "--tokens", "1e7"]) == 0
+    assert main([*small, "--compare", "--tokens", "8e6"]) == 0
     text = capsys.readouterr().out
     assert "warranted for" not in text
     assert " %" in text

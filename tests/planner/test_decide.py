@@ -317,7 +317,7 @@ def test_of_a_frozen_base_memory_holds_what_fits() -> None:
     base = model("30B")
     lora = with_adapters(base, 16)
     assert lora.frozen_bytes == 2.0 * base.params
-    for gib, least, most in ((128, 1.0, 1.0), (48, 0.6, 0.85)):
+    for gib, least, most in ((128, 1.0, 1.0), (48, 0.55, 0.8)):
         work, on = Workload(lora, 1, 512), machine(1, gib)
         found = choose(work, on, find_policy("ds_fuyou"))
         assert least <= found.place.frozen <= most

@@ -59,7 +59,7 @@ def test_memory_is_filled_and_nothing_whole_that_fits_moves_less(gib: int) -> No
     assert (plan.host_bytes(given) if stored else plan.resident_bytes(given)) <= gib * GIB
     if stored:
         filled = plan.resident_bytes(given) + plan.gradient_buffer_bytes
-        assert filled >= gib * GIB - max(gib * GIB // 4, 320 * MIB) - 1
+        assert filled >= gib * GIB - max(gib * GIB // 4, 420 * MIB) - 1
     room = gib * GIB * 3 // 4
     for whole in WHOLE:
         other = replace(plan, residency=whole)
@@ -70,7 +70,7 @@ def test_memory_is_filled_and_nothing_whole_that_fits_moves_less(gib: int) -> No
 def test_the_class_that_saves_most_a_byte_is_filled_first() -> None:
     """States save 2 bytes moved a resident byte; P16 3, or 1.5 where updates in backward need two versions."""
     assert shares(make_plan(replace(GIVEN, dram_budget_bytes=14 * GIB), {})) == (
-        pytest.approx(0.84, abs=0.01),
+        pytest.approx(0.83, abs=0.01),
         1.0,
         0.0,
     )
@@ -247,7 +247,7 @@ def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, wh
     given = replace(GIVEN, dram_budget_bytes=gib * GIB, frozen_bytes=2e8)
     given = replace(given, optimizer_tier="nvme", params_tier="nvme", gradients_tier="nvme")
     before, after = make_plan(given, {}), make_plan(replace(given, keeps_read=True), {})
-    assert before.prefetch_bytes == 256 * MIB
+    assert before.prefetch_bytes == 3 * 100_000_000, "of the largest"
     assert (after.prefetch_bytes == whole_bytes(2e9 + 2e8)) == whole
     assert before.host_bytes(given) <= after.host_bytes(given) <= gib * GIB
     assert after.prefetch_bytes > before.prefetch_bytes
@@ -261,12 +261,15 @@ def test_what_a_given_budget_leaves_keeps_parameters_that_were_read(gib: int, wh
 
 
 def test_what_frozen_parameters_are_read_to_is_part_of_the_plan() -> None:
-    """Two of the largest of them, as of those that are trained, wherever any is on storage."""
+    """Two of the largest of them, as of those that are trained, wherever any is on storage; three where there is room,
+    or a read could begin only behind a copy to the device.
+    """
     given = replace(GIVEN, numel=1_000_000, largest_param_numel=10_000, frozen_bytes=60e9, largest_frozen_bytes=5e8)
     plan = make_plan(replace(given, dram_budget_bytes=2 * GIB), {})
     assert plan.residency.frozen < 1.0
-    assert plan.prefetch_bytes >= 1e9
+    assert plan.prefetch_bytes == 1.5e9
     assert plan.host_bytes(given) <= 2 * GIB
+    assert 1e9 <= make_plan(replace(given, dram_budget_bytes=5 * GIB // 4), {}).prefetch_bytes < 1.5e9
     with pytest.raises(FuyouConfigError, match="the smallest placement"):
         make_plan(replace(given, dram_budget_bytes=GIB // 2), {})
     assert make_plan(given, {}).residency.frozen == 1.0, "all of it fits"
