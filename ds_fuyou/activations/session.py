@@ -61,6 +61,7 @@ class ActivationSession:
         self._takeover = CheckpointTakeover(
             "their activations are swapped, not recomputed" if swapper is not None else "it recomputes whole blocks",
             points,
+            None if swapper is not None else [block.module for block in blocks],
         )
         # Compilers must not trace what runs beside the model: hooks are called as they are, between graphs.
         leave_alone = torch.compiler.disable

@@ -21,7 +21,15 @@ from ds_fuyou.activations.parameters import ParameterIndex, SavedParameter
 from ds_fuyou.activations.policy import Fate
 from ds_fuyou.activations.records import CHANGED, HeldBytes, Record
 from ds_fuyou.activations.tier import SwapTier
-from ds_fuyou.activations.views import ALIGN_BYTES, ByteRange, ViewSpec, byte_view, byte_view_within, is_movable
+from ds_fuyou.activations.views import (
+    ALIGN_BYTES,
+    ByteRange,
+    ViewSpec,
+    alias_of,
+    byte_view,
+    byte_view_within,
+    is_movable,
+)
 from ds_fuyou.host.compute_clock import ComputeClock, HostClock, Phase
 from ds_fuyou.host.run_ahead import RunAhead
 from ds_fuyou.log import log_once
@@ -39,7 +47,7 @@ class KeptTensor:
 
     def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int, block: str = "") -> None:
         self.block = block
-        self._tensor = alias = tensor.detach()  # without history: the node that owns us must not own itself
+        self._tensor = alias = alias_of(tensor)  # without history: the node that owns us must not own itself
         self._version = alias._version
         self._held, self._num_bytes = held, num_bytes
         if num_bytes:
@@ -71,7 +79,7 @@ class Tape:
 
     def before(self, place: int) -> Iterator[Record]:
         """Living records below ``place``, the soonest needed first, from where reading ahead stopped."""
-        if self.last < place:  # backward begins, or begins again
+        if self.last < 0 or place - self.last > SOON:  # backward begins, or begins again; a node may ask in any order
             self.ahead = place
         self.last = place
         self.ahead = min(self.ahead, place)
@@ -326,9 +334,10 @@ class Swapper:
                 logging.WARNING,
                 "storage has no room for swapped activations beside the states: what does not fit stays on the device. "
                 "Free space, raise nvme_budget_bytes, or use smaller batches",
+                on_any_rank=True,
             )
             return self._keep(key, tensor, whole.num_bytes)
-        alias = tensor.detach()
+        alias = alias_of(tensor)
         version = alias._version
         with self.clock.within(Phase.ACTIVATIONS):  # where the device is full of what leaves it, the host waits
             record = self.tier.put(
@@ -343,6 +352,7 @@ class Swapper:
                 logging.WARNING,
                 f"host memory for swapped activations ({self.tier.arena_bytes} bytes) is full and there is no storage "
                 f"behind it: what does not fit stays on the device. Raise dram_budget_bytes, or name an nvme_path",
+                on_any_rank=True,
             )
             return self._keep(key, tensor, whole.num_bytes)
         self.saved_bytes[self.block] += whole.num_bytes
@@ -380,12 +390,16 @@ class Swapper:
     def unpack(self, packed: Packed) -> torch.Tensor:
         """The hook that autograd calls when it needs the tensor. Raises what bringing it back may raise."""
         self._in_backward = not self._in_forward
-        if self._handed or isinstance(packed, MovedTensor):
+        is_moved = isinstance(packed, MovedTensor)
+        is_given_back = not is_moved and _may_give_back(torch._C._current_autograd_node())
+        if self._handed or is_moved or is_given_back:
             self._note_who_asks()
         if self.blocks_begin is not None and not isinstance(packed, SavedParameter) and packed.block:
             told, self.blocks_begin = self.blocks_begin, None
             told()
         value = self._value(packed)
+        if is_given_back:
+            self._handed.append(value)
         if isinstance(packed, MovedTensor) and self.tier is not None:
             self._handed.append(value)
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))

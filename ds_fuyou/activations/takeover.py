@@ -20,19 +20,20 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.log import log_once
 
-__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint", "directly"]
+__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint", "directly", "modules_of"]
 
 
 class TakeoverPoint:
@@ -67,9 +68,9 @@ class TakeoverPoint:
                 setattr(self.module, self.name, self._original)
                 self._original = self._instead = None
 
-    def takes_over(self) -> bool:
-        """Whether a checkpoint that begins now, in this thread, is taken over; says so once."""
-        owner = next((owner for owner in tuple(self._owners) if owner.is_mine()), None)
+    def takes_over(self, function: Any) -> bool:
+        """Whether a checkpoint of ``function`` that begins now, in this thread, is taken over; says so once."""
+        owner = next((owner for owner in tuple(self._owners) if owner.is_mine(function)), None)
         if owner is not None:
             owner.told()
         return owner is not None
@@ -82,7 +83,7 @@ class _DirectFunction:
         self._point, self._original = point, original
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: Any, *args: Any) -> Any:
-        if not self._point.takes_over():
+        if not self._point.takes_over(function):
             return self._original.apply(function, preserve_rng_state, *args)
         torch.utils.checkpoint.check_backward_validity(args)
         return directly(function, args)
@@ -97,6 +98,24 @@ def directly(function: Callable[..., Any], args: Sequence[Any]) -> Any:
         return function(*args)
 
 
+def modules_of(function: Any, depth: int = 3) -> list[nn.Module]:
+    """Modules that a region's function is known to call: itself, whose method it is, or what it was made with, which
+    may be a function as well.
+    """
+    if isinstance(function, nn.Module):
+        return [function]
+    if depth == 0 or not callable(function):
+        return []
+    if isinstance(function, functools.partial):
+        within = [function.func, *function.args, *function.keywords.values()]
+    else:
+        within = [getattr(function, "__self__", None)]
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # not filled yet
+                within.append(cell.cell_contents)
+    return [module for each in within for module in modules_of(each, depth - 1)]
+
+
 def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Generator[None, None, None]]:
     """Stands for what brackets the region of a non-re-entrant checkpoint. A context that the script runs its forward in
     is entered; PyTorch's own, which selects outputs to save, is not.
@@ -104,10 +123,11 @@ def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Gene
     signature = inspect.signature(original)
 
     def generator(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
-        if not point.takes_over():
+        given = signature.bind_partial(*args, **kwargs).arguments
+        if not point.takes_over(next(iter(given.values()), None)):
             yield from original(*args, **kwargs)
             return
-        contexts = signature.bind_partial(*args, **kwargs).arguments.get("context_fn")
+        contexts = given.get("context_fn")
         context = contexts()[0] if contexts is not None and torch.is_grad_enabled() else nullcontext()
         with nullcontext() if isinstance(context, _SELECTS) else context:
             yield
@@ -168,14 +188,19 @@ _here = _Here()
 class CheckpointTakeover:
     """:meth:`begin` and :meth:`end` around a swapped forward; both in the same thread. Idempotent.
 
-    ``instead`` completes the one line of the log: what happens to the regions.
+    ``instead`` completes the one line of the log: what happens to the regions. ``only``: where nothing leaves the
+    device, a region that has none of these blocks in it is left alone, or what it saves would stay.
     """
 
-    def __init__(self, instead: str, points: Sequence[TakeoverPoint] = TORCH_POINTS) -> None:
+    def __init__(
+        self, instead: str, points: Sequence[TakeoverPoint] = TORCH_POINTS, only: Collection[nn.Module] | None = None
+    ) -> None:
         self._instead = instead
         self._points = tuple(points)
+        self._only = None if only is None else {id(block) for block in only}
         self._has_begun = False
         self._thread = 0
+        self._depth = 0  # of regions of ours, in which nobody else's is needed
 
     def begin(self) -> None:
         if self._has_begun:
@@ -191,9 +216,14 @@ class CheckpointTakeover:
             point.end(self)
         self._has_begun = False
 
-    def is_mine(self) -> bool:
-        """Whether a checkpoint that begins now is taken over."""
-        return self._has_begun and threading.get_ident() == self._thread and not _here.leaves_alone
+    def is_mine(self, function: Any) -> bool:
+        """Whether a checkpoint of ``function`` that begins now is taken over."""
+        if not self._has_begun or threading.get_ident() != self._thread or _here.leaves_alone:
+            return False
+        if self._only is None or self._depth > 0:
+            return True
+        found = modules_of(function)
+        return not found or any(id(module) in self._only for each in found for module in each.modules())
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -201,9 +231,11 @@ class CheckpointTakeover:
         begun, thread, leaves_alone = self._has_begun, self._thread, _here.leaves_alone
         self.begin()
         self._thread, _here.leaves_alone = threading.get_ident(), False
+        self._depth += 1
         try:
             yield
         finally:
+            self._depth -= 1
             self._thread, _here.leaves_alone = thread, leaves_alone
             if not begun:
                 self.end()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "byte_view", "byte_view_within", "is_movable"]
+__all__ = ["ALIGN_BYTES", "ByteRange", "ViewSpec", "alias_of", "byte_view", "byte_view_within", "is_movable"]
 
 ALIGN_BYTES = 512
 """Ranges begin at multiples of it, so a tensor that comes back lies as it lay before in a cache line and a vector
@@ -63,6 +63,14 @@ class ViewSpec(NamedTuple):
         if memory.numel() % itemsize:
             memory = memory.as_strided((itemsize,), (1,), 0)
         return memory.view(self.dtype).as_strided(self.size, self.stride, offset // itemsize).detach()
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a history, and with the version counter of ``tensor``, also inside of a dispatch mode:
+    there PyTorch leaves out what counts changes, and ``detach`` alone gives a counter of its own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def byte_view(tensor: torch.Tensor, span: ByteRange) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,6 +183,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
         self._hooks: list[OpenHooks] = []
+        self._given: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # to blocks, at these versions
         self._unseen: tuple[_Calls, UnseenChanges[int]] | None = None  # in the first block, by place in its list
         self._timings = _Timings(device)
         self._paused = 0
@@ -213,10 +215,18 @@ class OperatorRecorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._see_changes()  # the caller's, behind a block: what it was given cannot be saved for a recomputation
+        self._given.clear()
         self._made.clear()
         self._unseen = None
         self._current = self._outside
         self._module.clear()
+
+    def _see_changes(self) -> None:
+        for block, reference, version in self._given:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                self.once.setdefault(block, "what it is given is changed in place, by itself or behind it")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -282,14 +292,14 @@ class OperatorRecorder(TorchDispatchMode):
 
     def _watch_block(self, block: Block) -> None:
         hooks: list[OpenHooks] = []
-        given: list[tuple[torch.Tensor, int]] = []
 
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
             if block.name in self._calls:
                 return
             self._current = self._calls[block.name] = _Calls(block.name)
             self._current.took((args, kwargs))
-            given.extend((leaf, leaf._version) for leaf in tree_leaves((args, kwargs)) if _counts_changes(leaf))
+            given = filter(_counts_changes, tree_leaves((args, kwargs)))
+            self._given += ((block.name, weakref.ref(leaf), leaf._version) for leaf in given)
             if len(self._calls) == 1:
                 self._unseen = self._current, UnseenChanges()
             if self._sees_saves and torch.is_grad_enabled():
@@ -304,9 +314,7 @@ class OperatorRecorder(TorchDispatchMode):
                 for place in places:
                     self._current.outputs[place] = replace(self._current.outputs[place], call=None)
             self._current = self._outside
-            if any(tensor._version != version for tensor, version in given):
-                self.once.setdefault(block.name, "it changes in place what it was given")
-            given.clear()
+            self._see_changes()
             if hooks:
                 hooks.pop().close()
 

@@ -57,7 +57,7 @@ class _DirectDeepSpeedFunction:
         self._point, self._original = point, original
 
     def apply(self, function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
-        if not self._point.takes_over():
+        if not self._point.takes_over(function):
             return self._original.apply(function, all_outputs, *args)
         outputs = directly(function, args)
         all_outputs += [outputs] if torch.is_tensor(outputs) else outputs

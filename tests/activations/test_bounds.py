@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import json
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ds_fuyou.activations.policy import BlockFate, Fate
+from ds_fuyou.activations.swapper import Tape
 from ds_fuyou.host.memory import resident_bytes
 from ds_fuyou.host.waiting import wait_reporting
 from ds_fuyou.ops.core import load_core
@@ -292,3 +295,15 @@ def test_views_of_something_small_count_what_they_cover(tmp_path: Path) -> None:
         loss = model()
         assert 400 <= swapped.tier.held.now <= 800
         loss.backward()
+
+
+def test_reading_ahead_goes_over_what_was_saved_once() -> None:
+    """Whatever the order in which a node asks; backward may begin again."""
+    records = [torch.empty(0) for _ in range(400)]
+    tape: Any = Tape([weakref.ref(record) for record in records])
+    seen = 0
+    for place in range(len(records) - 2, -1, -2):
+        for asked in (place, place + 1):  # of two that one node saved, the lower one first
+            seen += sum(1 for _ in tape.before(asked))
+    assert seen == len(records) - 2
+    assert sum(1 for _ in tape.before(len(records) - 1)) == len(records) - 1, "another backward"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,23 @@ def test_a_gradient_is_no_memory_of_what_was_saved(case: Case, late: int | None,
         assert case(model) == plain
         assert at.tier.counters.out_bytes > 0
         assert at.swapper._handed == [], "backward has ended"
+
+
+@pytest.mark.parametrize("case", [_in_three_micro_batches, _in_three_backwards, _of_two_leaves])
+@pytest.mark.parametrize("is_small", [True, False])
+def test_a_gradient_is_no_memory_of_what_stayed(
+    case: Case, is_small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alias that autograd is given is the last one of its node, which has gone by the time a leaf takes it."""
+    if is_small:
+        monkeypatch.setattr(sys.modules[__name__], "SHAPE", (2, 4))
+    plain = case(_Model(_Weighted.apply).train())
+    model = _Model(_Weighted.apply).train()
+    with attached(model, tmp_path, arena_bytes=MIB) as at:
+        at.swapper.fates = {}  # all is kept
+        assert case(model) == plain
+        assert at.tier.counters.out_bytes == 0
+        assert at.swapper._handed == []
 
 
 def test_what_backward_was_given_is_let_go_when_the_next_node_asks(tmp_path: Path) -> None:

@@ -460,6 +460,49 @@ class UnseenBlock(nn.Module):
         return x + self.down(F.gelu(self.unseen(self.up(x))))
 
 
+class ChangedByItsCaller(nn.Module):
+    """The block saves nothing of what the caller changes: a sigmoid's backward needs its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 96), nn.Linear(96, 48)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        return y, torch.sigmoid(y)
+
+
+class ChangesOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ChangedByItsCaller() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            y, gate = block(x)
+            y += 1.0
+            x = x + y.sin() * gate
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("fate", [Fate.KEEP, Fate.SWAP])
+def test_an_output_that_the_caller_changes_is_computed_again(fate: Fate, tmp_path: Path) -> None:
+    """It is saved inside of a dispatch mode, where PyTorch does not count changes by itself."""
+
+    def step(model: nn.Module) -> None:
+        model(torch.linspace(-1, 1, 64 * 48).view(64, 48)).backward()
+
+    torch.manual_seed(0)
+    model = ChangesOutputs().train()
+    wanted = gradients(copy.deepcopy(model), step)
+    with attached(model, tmp_path) as at:
+        product = {OperatorCall("aten.addmm.default", 1): fate}
+        at.session.decide({block.name: BlockFate(Fate.SWAP, product) for block in at.session.blocks})
+        for _ in range(2):
+            found = gradients(model, step)
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
 def test_outputs_that_are_changed_unseen_are_computed_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(UnseenBlock() for _ in range(3))).train()

@@ -7,6 +7,7 @@ import copy
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from ds_fuyou.activations.blocks import find_blocks
+from ds_fuyou.activations.session import ActivationSession
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover
 from tests.activations.support import PlainBlock, attached, gradients, must_agree
 
@@ -139,6 +142,79 @@ def test_contexts_of_a_region_are_those_of_its_forward(
         found = gradients(model, step)
         assert swapped.tier.counters.out_bytes > 0
     assert all(map(torch.equal, expected, found))
+
+
+_CALLS: Counter[str] = Counter()  # a module's own attributes are brought back when it is computed again
+
+
+class _Single(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _CALLS[type(self).__name__] += 1
+        return x + self.down(self.up(x).tanh())
+
+
+class _Double(_Single):
+    """Of two classes of layers one is that of the blocks: the first one with most parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.more(super().forward(x))
+
+
+class _OfTwoKinds(nn.Module):
+    def __init__(self, how: str, *, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(kind() for kind in (_Double, _Single) for _ in range(4))
+        self.how, self.reentrant = how, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(_called(layer, self.how), x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def _called(layer: nn.Module, how: str) -> Callable[..., Any]:
+    return {
+        "module": layer,
+        "method": layer.__call__,
+        "partial": functools.partial(layer.__call__),
+        "closure": lambda x: layer(x),
+        "unknown": _by_default(layer),
+    }[how]
+
+
+def _by_default(layer: nn.Module) -> Callable[..., Any]:
+    def function(x: torch.Tensor, *, called: nn.Module = layer) -> Any:
+        return called(x)
+
+    return function
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("how", ["module", "method", "partial", "closure", "unknown"])
+def test_where_nothing_leaves_the_device_regions_of_other_layers_stay(how: str, reentrant: bool) -> None:
+    """Whole blocks are computed again, so a region around something else would save all of it. What a function calls
+    cannot be seen in its default arguments.
+    """
+    model = _OfTwoKinds(how, reentrant=reentrant).train()
+    wanted = gradients(copy.deepcopy(model), train)
+    _CALLS.clear()
+    blocks = find_blocks(model)
+    assert {type(block.module) for block in blocks} == {_Double}
+    session = ActivationSession(model, blocks, None, blocks)
+    try:
+        found = gradients(model, train)
+    finally:
+        session.close()
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert {"_Double": 8, "_Single": 4 if how == "unknown" else 8} == _CALLS
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -59,7 +59,7 @@ ACTIVATIONS = MeasuredActivations(
     mean_tokens=150.0,
     longest_tokens=200.0,
     room=1e9,
-    once={"blocks.1": "it changes in place what it was given"},
+    once={"blocks.1": "what it is given is changed in place, by itself or behind it"},
 )
 
 PLACE = Placement(params=1.0, states=0.0, grads=1.0)

@@ -146,6 +146,30 @@ def test_sparse_tensors_are_no_memory_of_a_storage() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, reference, strict=True))
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_block_whose_input_its_caller_changes_is_not_computed_again(is_changed: bool) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.double()).float()  # the cast saves nothing: the caller may change what it gave
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Scaled(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * 1.0
+            for block in self.blocks:
+                change = block(x)
+                x = x.add_(change) if is_changed else x + change
+            return x.sum()
+
+    net = Sum()
+    with OperatorRecorder(find_blocks(net, ["Scaled"])) as recorder:
+        net(batch()).backward()
+    assert sorted(recorder.once) == (["blocks.0", "blocks.1"] if is_changed else [])
+
+
 def test_a_saved_tensor_that_is_changed_is_refused_as_ever() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid()))
     outputs: list[torch.Tensor] = []
