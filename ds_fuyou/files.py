@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ds_fuyou.libc import libc
+
 __all__ = ["CACHE_VARIABLE", "cache_path", "exchange", "may_be_replaced", "replacing"]
 
 CACHE_VARIABLE = "FUYOU_CACHE"
@@ -36,10 +38,9 @@ def exchange(one: str | Path, other: str | Path, *, dir_fd: int = _HERE) -> bool
     Raises:
         OSError: FileNotFoundError if one of them is not there.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
+    if not hasattr(libc(), "renameat2"):
         return False
-    if libc.renameat2(dir_fd, os.fsencode(one), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if libc().renameat2(dir_fd, os.fsencode(one), dir_fd, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):

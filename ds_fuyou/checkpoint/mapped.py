@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ds_fuyou.checkpoint.file_sums import FileSums, Place
 from ds_fuyou.checkpoint.reading import UNREADABLE
 from ds_fuyou.errors import FuyouMemoryError, FuyouStorageError
+from ds_fuyou.libc import libc
 from ds_fuyou.storage.probe import enable_direct
 from ds_fuyou.storage.types import PAGE_BYTES, Extent
 
@@ -176,8 +177,7 @@ def copied(loaded: T, mapped: Iterable[object]) -> T:
 def _check_readable(at: int, num_bytes: int) -> None:
     begin = at // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes += at - begin
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ):
+    if not libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ):
         return
     number = ctypes.get_errno()
     if number == errno.ENOMEM:

@@ -22,6 +22,7 @@ from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.cli.machine_options import add_adapter_options, model_from
 from ds_fuyou.ds_json import section_of
 from ds_fuyou.errors import FuyouConfigError, FuyouError
+from ds_fuyou.libc import libc
 from ds_fuyou.planner.model import ModelSpec
 
 __all__ = ["Finding", "add_arguments", "findings", "run"]
@@ -175,9 +176,8 @@ def _compiler() -> Finding:
 
 def _io_uring() -> Finding:
     """Asks the kernel for a small ring; falling back to threads works, hence never a failure."""
-    libc = ctypes.CDLL(None, use_errno=True)
     parameters = ctypes.create_string_buffer(120)
-    descriptor = libc.syscall(_IO_URING_SETUP, 4, parameters)
+    descriptor = libc().syscall(_IO_URING_SETUP, 4, parameters)
     if descriptor >= 0:
         os.close(descriptor)
         return Finding("io_uring", "allowed")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.libc import libc
 from ds_fuyou.storage.directory import DATA_NAME, RunDirectory
 from ds_fuyou.storage.probe import enable_direct
 
@@ -165,8 +166,7 @@ def free_blocks(fd: int, num_bytes: int, offset: int) -> None:
 
 
 def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    while libc.fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
+    while libc().fallocate(ctypes.c_int(fd), ctypes.c_int(mode), ctypes.c_int64(offset), ctypes.c_int64(num_bytes)):
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
