@@ -85,7 +85,7 @@ def is_news(fact: str) -> bool:
     return True
 
 
-def log_once(level: int, message: str) -> None:
-    """Logs `message` on rank 0, once in the life of the process."""
-    if current_rank() == 0 and is_news(message):
+def log_once(level: int, message: str, *, on_any_rank: bool = False) -> None:
+    """Logs `message` once in the life of the process: on rank 0, or on every rank that meets it alone."""
+    if (on_any_rank or current_rank() == 0) and is_news(message):
         get_logger().log(level, "%s", message)

@@ -66,6 +66,7 @@ class Arena:
                 logging.WARNING,
                 f"host memory for swapped activations stays at {self.capacity_bytes - left} bytes, of "
                 f"{self.capacity_bytes} that were planned; training goes on: {error}",
+                on_any_rank=True,
             )
             self.capacity_bytes -= left
             return None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import numpy
@@ -13,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["LoadMeetings", "decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
+__all__ = ["LoadMeetings", "all_or_none", "decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
 
 T = TypeVar("T")
 
@@ -49,13 +50,35 @@ def decided_by_rank_0(decide: Callable[[], T]) -> T:
     return cast("T", found)
 
 
-def of_every_rank(value: T) -> list[T]:
-    """What each of them gave, by rank; it must be picklable."""
-    if dist.get_world_size() == 1:
+@contextmanager
+def all_or_none(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """What is inside meets nobody; where it fails on one rank all others raise, too, instead of waiting for that rank
+    in what comes next until the process group times out. A collective, at its end.
+
+    Raises:
+        FuyouStateError: another rank could not ``what``.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # the others wait for an answer
+        failure = error
+    mine = None if failure is None else (dist.get_rank(), f"{type(failure).__name__}: {failure}")
+    said = of_every_rank(mine, group)
+    if failure is not None:
+        raise failure
+    failed = next((each for each in said if each is not None), None)
+    if failed is not None:
+        raise FuyouStateError(f"rank {failed[0]} could not {what}, so this rank does not go on: {failed[1]}")
+
+
+def of_every_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each of them (of ``group``) gave, by rank; it must be picklable."""
+    if dist.get_world_size(group=group) == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size()
+    found: list[Any] = [None] * dist.get_world_size(group=group)
     # Not DeepSpeed's: its communication logger does not know this collective, and ends the process with status 0.
-    torch.distributed.all_gather_object(found, value)
+    torch.distributed.all_gather_object(found, value, group=group)
     return found
 
 

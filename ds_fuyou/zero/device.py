@@ -63,6 +63,7 @@ class AcceleratorDevice:
                 logging.WARNING,
                 f"host memory cannot be pinned for {self._accelerator.device_name()!r}: copies from and to it are "
                 "made by way of the driver's own memory, and wait",
+                on_any_rank=True,
             )
             return False
         self.unregister(page.data_ptr())

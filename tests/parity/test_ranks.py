@@ -65,6 +65,18 @@ def test_two_nodes_with_paths_of_their_own_equal_two_ranks(stock_run, tmp_path: 
     assert files(tmp_path / "disk0") + files(tmp_path / "disk1") == []
 
 
+def test_a_node_that_cannot_begin_is_named_on_the_others(tmp_path: Path) -> None:
+    """Who waits for it in a collective would say nothing until that is given up."""
+    (tmp_path / "disk0").mkdir()
+    case = with_fuyou({"steps": 1, "model": {}, "config": ds_config()}, block(str(tmp_path / "disk{node}"), "all"))
+    nodes = launch_nodes(case | {"world_size": 2}, tmp_path, "lacking")
+    assert all(node.returncode != 0 for node in nodes), [node.returncode for node in nodes]
+    assert f"{tmp_path / 'disk1'}" in nodes[1].stdout
+    assert "FuyouStateError: rank 1 could not look at its storage, so this rank does not go on" in nodes[0].stdout
+    assert f"{tmp_path / 'disk1'}" in nodes[0].stdout
+    assert files(tmp_path / "disk0") == []
+
+
 @pytest.mark.parametrize("how", ["read", "kill"])
 def test_a_failing_rank_ends_all_of_them(how: str, tmp_path: Path) -> None:
     """Its error is told with path and reason; the other rank ends by itself. Both leave what they have committed: one

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_fuyou.log import get_logger
+from ds_fuyou.log import get_logger, log_once
 from tests.harness.runner import ds_config, run_case, with_fuyou
 
 CASE = {
@@ -43,6 +44,17 @@ def test_of_several_ranks_a_line_names_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("RANK", "3")
     get_logger().warning("seen")
     assert stream.getvalue().endswith(" rank 3 WARNING: seen\n")
+
+
+def test_what_one_rank_alone_meets_is_said_by_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    for _ in range(2):
+        log_once(logging.WARNING, "of all ranks")
+        log_once(logging.WARNING, "of this one", on_any_rank=True)
+    assert stream.getvalue().count("rank 3") == stream.getvalue().count("of this one") == 1
 
 
 def test_lines_go_to_what_is_standard_error_now(monkeypatch: pytest.MonkeyPatch) -> None:

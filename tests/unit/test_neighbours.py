@@ -141,7 +141,7 @@ def test_cores_are_shared_unless_the_launcher_bound_each_rank_to_its_own() -> No
 
 def test_one_core_that_the_launcher_was_bound_to_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(neighbours, "log_once", lambda level, message: said.append(message))
+    monkeypatch.setattr(neighbours, "log_once", lambda level, message, **_: said.append(message))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(neighbours, "usable_cores", lambda: {0})

@@ -126,7 +126,8 @@ class InferenceReads:
                     self.pinned.add(param.ds_id)
                     self._heap.check(partition_bytes(param))
         except (FuyouMemoryError, FuyouStateError) as error:
-            log_once(logging.WARNING, f"parameters are copied from by way of the driver's own memory: {error}")
+            told = f"parameters are copied from by way of the driver's own memory: {error}"
+            log_once(logging.WARNING, told, on_any_rank=True)
 
     @property
     def read_bytes(self) -> int:

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from ds_fuyou.optimizer.layout import own_numel
 from ds_fuyou.parameters.partition import Partition, Presence, Source
 from ds_fuyou.parameters.store import ParameterStore
 from ds_fuyou.storage.parked import HEAD_BYTES, ParkedValues
-from ds_fuyou.zero.agreement import least
+from ds_fuyou.storage.probe import probe_path
+from ds_fuyou.zero.agreement import all_or_none, least
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.run.neighbours import free_memory_of_rank
 from ds_fuyou.zero.run.striping import parked_space
@@ -228,6 +230,9 @@ class FuyouParameterSwapper:
         parameters in memory run ahead and others do not. A collective of those who build this model, once.
         """
         if self._dram_left is None:
+            with all_or_none("look at its storage", group):
+                for path in self.activation.state_paths:
+                    probe_path(Path(path))
             self._dram_left = int(least(float(self._dram_budget()), group=group)[0])
 
     def _dram_budget(self) -> int:

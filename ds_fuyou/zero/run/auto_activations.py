@@ -219,6 +219,7 @@ class AutoActivations:
             "2 % of the budget less stays there from now on after each such step, 10 % at most. "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves fewer holes; a lower gpu_budget_bytes keeps less "
             "from the beginning",
+            on_any_rank=True,
         )
 
     def _saved_whole(self, fates: Mapping[str, BlockFate]) -> dict[str, BlockFate]:

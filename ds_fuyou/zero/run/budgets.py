@@ -49,6 +49,7 @@ def check_budgets(config: FuyouConfig) -> None:
                 logging.WARNING,
                 f"fuyou.dram_budget_bytes asks for {dram} bytes, {free} are free now for this rank, of {local_ranks()} "
                 f"here; if others do not give memory back, the system may end the run. Lower it, or end them",
+                on_any_rank=True,
             )
     for name in ("staging_bytes", "prefetch_bytes", "activation_bytes"):
         wanted = getattr(config.plan, name, None)

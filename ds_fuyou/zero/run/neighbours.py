@@ -125,6 +125,7 @@ def cores_of_rank() -> int:
             logging.WARNING,
             f"this rank, and its launcher, may use one core of {all_cores}. If nothing else says so, OpenMP bound the "
             "launcher, and with it what it starts: unset OMP_PROC_BIND and OMP_PLACES in its environment",
+            on_any_rank=True,
         )
     if _counts_all():
         return max(1, int(sum(Fraction(1, _counted.on_cores.get(core, 1)) for core in own)))

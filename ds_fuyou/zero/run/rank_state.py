@@ -47,7 +47,7 @@ from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import StepReport, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
-from ds_fuyou.zero.agreement import least
+from ds_fuyou.zero.agreement import all_or_none, least
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.parameters.frozen_places import FrozenPlaces
 from ds_fuyou.zero.parameters.inference import InferenceReads, reads_of_inference
@@ -77,17 +77,18 @@ class RankState:
         design = design_of(model, profile)
         trace = self.activation.config.trace
         with ExitStack() as undo:  # what fails leaves no file and no thread
-            self.trace = None if trace is None else LaneTrace.at(trace)
-            if self.trace is not None:
-                undo.callback(self.trace.close)
             self.store, num_slots, self.design, self.resumed = open_store(design)
             if self.store is not None:
                 undo.callback(self.store.close)
             self.planned(self.design.plan)
             options = self.design.core_options(num_slots)
-            self.core = OutOfCoreOptimizer(self.layout, options, model.kind, hypers, self.store, self.resumed)
-            undo.callback(self.core.close)
-            self._forget_closer = register_closer(self.core.close)
+            with all_or_none("build its optimizer"):
+                self.trace = None if trace is None else LaneTrace.at(trace)
+                if self.trace is not None:
+                    undo.callback(self.trace.close)
+                self.core = OutOfCoreOptimizer(self.layout, options, model.kind, hypers, self.store, self.resumed)
+                undo.callback(self.core.close)
+                self._forget_closer = register_closer(self.core.close)
             undo.pop_all()
         self._spans = {param.ds_id: span for param, span in zip(model.trained, self.layout.params, strict=True)}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates

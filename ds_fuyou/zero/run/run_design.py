@@ -36,7 +36,7 @@ from ds_fuyou.storage.io import IoSettings
 from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.storage.probe import probe_path, shares_blocks
 from ds_fuyou.storage.store import JsonValue, RegionSpec
-from ds_fuyou.zero.agreement import least, of_every_rank
+from ds_fuyou.zero.agreement import all_or_none, least, of_every_rank
 from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.parameters.inference import reads_of_inference
 from ds_fuyou.zero.parameters.param_swapper import is_in_host_memory, partition_bytes, partition_of, swaps_here
@@ -181,7 +181,8 @@ class TrainedModel:
     def plan_input(self) -> PlanInput:
         """What a plan is made from. A collective."""
         config = self.activation.config
-        check_budgets(config)
+        with all_or_none("keep its budgets"):
+            check_budgets(config)
         ordered = sorted((entry for group in self.entries for entry in group), key=lambda entry: entry[3])
         first = itertools.takewhile(lambda entry: entry[1] == entry[0], ordered)  # in no numbered block
         frozen = [partition_bytes(param) for param in self.planned_frozen()]

@@ -30,7 +30,7 @@ from ds_fuyou.planner.profile import (
 )
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.version import __version__
-from ds_fuyou.zero.agreement import of_rank_0
+from ds_fuyou.zero.agreement import all_or_none, of_rank_0
 from ds_fuyou.zero.run.neighbours import cores_of_rank, count_neighbours
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.run.run_design import TrainedModel
@@ -102,7 +102,8 @@ def known_run(trained: TrainedModel, module: torch.nn.Module) -> KnownRun:
     count_neighbours()
     config, device = trained.activation.config, trained.device
     name = device.name if device.is_host else f"{get_accelerator().device_count()} {device.name}"
-    disks = [_disk(path) for path in trained.paths]
+    with all_or_none("look at its storage"):
+        disks = [_disk(path) for path in trained.paths]
     expert = config.plan
     threads = (expert.num_threads, expert.queue_depth, expert.block_bytes) if expert is not None else ()
     model = fingerprint_of(

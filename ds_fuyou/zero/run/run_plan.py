@@ -399,16 +399,16 @@ class RunPlan:
         began = time.perf_counter()
         found: RunProfile | None = None
         if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
-            log_once(logging.INFO, "no plan: the second step had no forward, backward or update that could be timed")
+            told = "no plan: the second step had no forward, backward or update that could be timed"
+            log_once(logging.INFO, told, on_any_rank=True)
         else:
             try:
                 storage = self._storage_rates()
                 up, down = probe_link(state.device, self._link_bytes())
                 found = self._profile_of(times, self._update_rate, storage, up, down)
             except (FuyouError, OSError, RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
-                log_once(
-                    logging.WARNING, f"no plan: the lanes could not be measured ({error}); training goes on without"
-                )
+                told = f"no plan: the lanes could not be measured ({error}); training goes on without"
+                log_once(logging.WARNING, told, on_any_rank=True)
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(now))
         every = of_every_rank(found)
         if any(one is None for one in every):

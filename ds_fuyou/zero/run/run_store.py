@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from ds_fuyou.storage.cleanup import lost_state, settle_stale, stale_bytes
 from ds_fuyou.storage.layout import CHECKPOINT_BYTES, CHECKPOINTS_BESIDE, most_slots
 from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.store import CommitRecord, RunIdentity, SlotStore, choose_num_slots
-from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
+from ds_fuyou.zero.agreement import all_or_none, least, of_every_rank, of_rank_0
 from ds_fuyou.zero.run.neighbours import machine
 from ds_fuyou.zero.run.resuming import Fitting, find_resumable
 from ds_fuyou.zero.run.run_design import RunDesign, TrainedModel
@@ -90,23 +91,25 @@ def open_store(design: RunDesign) -> OpenedStore:
         return found
     budget_bytes = None if config.nvme_budget_bytes == "auto" else int(config.nvme_budget_bytes)
     num_slots = _chosen_slots(design, budget_bytes, bytes_stale)
-    store = SlotStore.create(
-        paths,
-        design.regions(num_slots),
-        identity,
-        weights=path_weights(model.activation),
-        budget_bytes=budget_bytes,
-        keep=config.keep_state,
-        checksum=config.checksum,
-        recoverable=True,  # commits that lack states say so
-    )
-    if dist.get_rank() == 0:
-        tell_durability(design.residency.states, num_slots, is_wanted=config.relies_on_slots)
-    try:
-        store.describe(design.contents(_next_number(model)))
-    except BaseException:
-        store.close()
-        raise
+    regions, weights = design.regions(num_slots), path_weights(model.activation)
+    contents = design.contents(_next_number(model))
+    with ExitStack() as undo:
+        with all_or_none("make its state files"):
+            store = SlotStore.create(
+                paths,
+                regions,
+                identity,
+                weights=weights,
+                budget_bytes=budget_bytes,
+                keep=config.keep_state,
+                checksum=config.checksum,
+                recoverable=True,  # commits that lack states say so
+            )
+            undo.callback(store.close)
+            store.describe(contents)
+        if dist.get_rank() == 0:
+            tell_durability(design.residency.states, num_slots, is_wanted=config.relies_on_slots)
+        undo.pop_all()
     return OpenedStore(store, num_slots, design, None)
 
 
@@ -217,12 +220,13 @@ def _settle_stale(paths: Sequence[Path], clean: str, *, resumes: bool) -> int:
     """State of dead runs is told or removed, on every disk of every machine by one rank: bytes of it that stay in this
     rank's paths. A collective: no rank goes on before all have looked.
 
-    Machines are told apart by name here: of two containers of one machine each may have a disk of its own at a path.
+    Machines are told apart by name, too, here: of two containers of one machine each may have a disk of its own at a
+    path.
 
     ``clean``: fingerprint of the model whose state is removed; none is without. ``resumes``: but for what a run may go
     on from.
     """
-    host = os.uname().nodename
+    host = machine(), os.uname().nodename
     users = of_every_rank((host, [str(path) for path in paths]))
     mine = [path for path in paths if _first_user(users, host, str(path)) == dist.get_rank()]
     lost = lost_state(mine) if clean and resumes else None
@@ -232,5 +236,5 @@ def _settle_stale(paths: Sequence[Path], clean: str, *, resumes: bool) -> int:
     return stale_bytes(paths)
 
 
-def _first_user(users: Sequence[tuple[str, list[str]]], host: str, path: str) -> int:
+def _first_user(users: Sequence[tuple[tuple[str, str], list[str]]], host: tuple[str, str], path: str) -> int:
     return next(rank for rank, (where, theirs) in enumerate(users) if where == host and path in theirs)

@@ -60,7 +60,8 @@ class SkippedSteps:
                 continue
             found = f"{location.what} on storage holds {int(bad.sum())} values that are not finite"
             if not isinstance(source, PublishedSpan):
-                log_once(logging.ERROR, f"{self._in_a_row} steps in a row were skipped, and {found}")
+                told = f"{self._in_a_row} steps in a row were skipped, and {found}"
+                log_once(logging.ERROR, told, on_any_rank=True)
             elif torch.isfinite(self._core.states.read_param(source.span, 0).to(location.dtype)[bad]).any():
                 raise FuyouChecksumError(
                     errno.EBADMSG,
