@@ -135,13 +135,18 @@ def _swapper_factory(original: Callable[..., Any]) -> Callable[..., Any]:
 def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
-        from ds_fuyou.zero.parameters import handover
+        from ds_fuyou.zero.parameters import handover, inference
 
         activation = activation_of(self._config)
         if activation is None:
             if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
                 handover.bring_home(self)
-            return original(self, optimizer)
+            activation = handover.activation_of_params(self.module)
+            built = original(self, optimizer)
+            if activation is not None:  # a program that evaluates makes a configuration of its own, as Lightning
+                inference.watch(self, built, activation)
+                handover.report_inference(self.module)
+            return built
         # SuperOffload derives from the stock class and is first imported in the original: it must not
         # be while the name below stands for ours.
         from deepspeed.runtime.superoffload import superoffload_stage3  # noqa: F401
@@ -167,8 +172,6 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if isinstance(built, FuyouStage3Optimizer):
             built.report_to(self)
         elif optimizer is None:
-            from ds_fuyou.zero.parameters import inference
-
             inference.watch(self, built, activation)
             handover.report_inference(self.module)
         return built
@@ -376,7 +379,26 @@ def _fill_match(original: Callable[..., Any]) -> Callable[..., Any]:
     return fill_match
 
 
+def _left_to_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def optimizer_state(self: Any, optimizer: Any) -> Any:
+        if hasattr(getattr(optimizer, "_optimizer", optimizer), "checkpoint_state"):
+            return {}
+        return original(self, optimizer)
+
+    return optimizer_state
+
+
 FOREIGN_POINTS: tuple[PatchPoint, ...] = (
+    *(
+        PatchPoint(
+            f"{package}.strategies.deepspeed",
+            "DeepSpeedStrategy.optimizer_state",
+            "Lightning asks for all states when it saves, and drops them: DeepSpeed saves them",
+            _left_to_engine,
+        )
+        for package in ("lightning.pytorch", "pytorch_lightning")
+    ),
     PatchPoint(
         "accelerate.utils.dataclasses",
         "DeepSpeedPlugin.fill_match",

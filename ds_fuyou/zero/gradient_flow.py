@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero.utils import assert_ints_same_as_other_ranks
 from torch.nn import Parameter
 
 from ds_fuyou.errors import FuyouStateError
@@ -219,6 +220,8 @@ class GradientFlow:
         waits = state.clock.within(Phase.GRADIENTS) if self._core.gradients.may_wait else nullcontext()
         # Inside of a backward autograd has turned gradients off already.
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext(), waits, state.device.stream(self._stream):
+            if self._stock.enable_sanity_checks and params[0].ds_id not in self._alone:
+                assert_ints_same_as_other_ranks([param.ds_id for param in params])
             self._hand_over(params, self._partitions(params), last=last)
             if params[0].ds_id in self._over_all:
                 self._core.summed_over_all()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``engine.offload_states()`` and ``reload_states()``: the device is somebody else's for a while (a generation server).
+"""``offload_states()`` and ``reload_states()``, of an engine or, as some programs call them, of its optimizer: the
+device is somebody else's for a while (a generation server).
 
 Stock moves what is on the device to host memory, and refuses engines whose parameters are offloaded. Here states,
 gradients and partitions are not on the device to begin with: what is there are gathered parameters, gradients on their
@@ -19,7 +20,7 @@ from ds_fuyou.ds_json import activation_of
 from ds_fuyou.errors import FuyouStateError
 from ds_fuyou.log import get_logger
 
-__all__ = ["offloading", "reloading"]
+__all__ = ["fall_asleep", "offloading", "reloading"]
 
 
 def _asked(engine: Any) -> Any | None:
@@ -40,6 +41,20 @@ def _asked(engine: Any) -> Any | None:
     return reads
 
 
+def fall_asleep(asked: Any, optimizer: Any, device: OffloadDeviceEnum, pin_memory: bool) -> None:
+    """``asked``: who pins what the engine of this ``optimizer`` needs. Without ``pin_memory`` that is taken back."""
+    if device == OffloadDeviceEnum.none:
+        get_logger().warning("offload_states: no device is named, nothing is done")
+        return
+    if device == OffloadDeviceEnum.nvme:
+        raise ValueError("offload_states: device must be cpu; what lives on storage is told by the fuyou block")
+    if hasattr(optimizer, "gradient_flow"):
+        optimizer.gradient_flow.rest()
+    optimizer.empty_partition_cache()
+    if not pin_memory:
+        asked.sleep()
+
+
 def offloading(original: Callable[..., None]) -> Callable[..., None]:
     """``DeepSpeedEngine.offload_states``."""
 
@@ -54,17 +69,7 @@ def offloading(original: Callable[..., None]) -> Callable[..., None]:
         asked = _asked(self)
         if asked is None:
             return original(self, include, device, pin_memory, non_blocking)
-        if device == OffloadDeviceEnum.none:
-            get_logger().warning("offload_states: no device is named, nothing is done")
-            return None
-        if device == OffloadDeviceEnum.nvme:
-            raise ValueError("offload_states: device must be cpu; what lives on storage is told by the fuyou block")
-        if hasattr(self.optimizer, "gradient_flow"):
-            self.optimizer.gradient_flow.rest()
-        self.empty_partition_cache()
-        if not pin_memory:
-            asked.sleep()
-        return None
+        return fall_asleep(asked, self.optimizer, device, pin_memory)
 
     return offload_states
 

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import LOSS_SCALER, PARTITION_COUNT, ZERO_STAGE
 from deepspeed.comm import get_world_size
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch.nn import Parameter
@@ -37,6 +38,7 @@ from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.telemetry.trace import Lane
 from ds_fuyou.zero.activations import ActivationInput, GatheredIndex, attach_activations, attach_auto, model_blocks
+from ds_fuyou.zero.agreement import all_or_none
 from ds_fuyou.zero.compute_spans import ComputeSpans
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.gradient_flow import GradientFlow
@@ -70,6 +72,7 @@ from ds_fuyou.zero.saving.checkpoint_outline import outline_of
 from ds_fuyou.zero.saving.checkpoint_state import CheckpointState, UniversalReader, read_universal_state
 from ds_fuyou.zero.saving.frozen_base import digest_of
 from ds_fuyou.zero.saving.training_state import TrainingState
+from ds_fuyou.zero.sleeping import fall_asleep
 from ds_fuyou.zero.stock import (
     bound_gathered,
     combined_grad_norm,
@@ -166,7 +169,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
 
     def _build_on(self, activation: Activation) -> None:
         """Fills the rank state and takes the places of stock's buffers and hooks."""
-        self.rank_state.initialize(lambda param: param.nvme_swapper.values(param))
+        with all_or_none("put its parameters and states into their place"):
+            self.rank_state.initialize(lambda param: param.nvme_swapper.values(param))
         for ids in self.fp16_partitioned_groups_flat_id:
             placeholder = torch.empty(0, dtype=self.master_weights_and_grads_dtype, device="cpu")
             placeholder.ds_id = f"{ids[0]}_{ids[-1]}"
@@ -288,8 +292,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
                     raise
                 logger.warning("%s: a checkpoint recovered from it will have that run's configuration", error)
         if resumed is not None and state.store is not None:
-            self.training_state.put_back(engine, resumed.meta["training"])
-            state.store.adopt(keep=state.activation.config.keep_state)
+            with all_or_none("take over what that run was"):
+                self.training_state.put_back(engine, resumed.meta["training"])
+                state.store.adopt(keep=state.activation.config.keep_state)
 
     def checkpoint_loaded(self, engine: Any) -> None:
         """``engine.load_checkpoint()`` has loaded one."""
@@ -428,10 +433,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.rank_state.step_applied()
         self.reset_cpu_buffers()
         self.rank_state.report.step(self.rank_state)
+        self.invalidate_secondary_tensor()
+        self._is_ending = True  # before what may fail on one rank
         if self._monitor is not None:
             self._monitor.step_applied()
-        self.invalidate_secondary_tensor()
-        self._is_ending = True
         if not core.commits.holds_orders:
             self._end_step()
 
@@ -529,6 +534,21 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             group_index: {i: self.hp_access.gradient(param, to_write=False)[0] for i, param in enumerate(group)}
             for group_index, group in enumerate(self.fp16_groups)
         }
+
+    def offload_states(
+        self,
+        include: Any = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """As the engine's: of what ``include`` names nothing is on the device but what goes all the same."""
+        self.rank_state.require_parameters()
+        fall_asleep(self.rank_state, self, device, pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        self.rank_state.require_parameters()
+        self.rank_state.wake()
 
     # ---- checkpoints --------------------------------------------------------------------------------------
 

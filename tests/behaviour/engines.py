@@ -20,6 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.memory import resident_bytes
+from ds_fuyou.zero.parameters.param_swapper import stores_of
 from ds_fuyou.zero.run import rank_state
 from tests.harness.limits import HANG_SECS
 from tests.harness.models import build_model, make_batch
@@ -128,6 +129,50 @@ def reference(swap: str) -> dict[str, Any]:
         "actor moved": after[0] != before[0],
         "reference stayed": after[1:] == before[1:] == alone,
     }
+
+
+def unnamed(swap: str) -> dict[str, Any]:
+    """An engine without an optimizer whose configuration has no block, over parameters that were built with one, as
+    Lightning's evaluation makes it.
+    """
+    named = inference_engine(swap, "all")
+    wanted = [evaluate(named, index) for index in range(4)]
+    module = named.module
+    named.destroy()
+    engine, *_ = deepspeed.initialize(model=module, config=ds_config(optimizer=None))
+    stores = stores_of(module.parameters())
+    found = [evaluate(engine, index) for index in range(4)]
+    reads = [sum(store.num_ahead_reads for store in stores), sum(store.num_demand_reads for store in stores)]
+    engine.destroy()
+    return {"equal": found == wanted, "stores": len(stores), "ahead of use": reads[0] > reads[1]}
+
+
+def unlike(swap: str) -> dict[str, Any]:
+    """Ranks that give gradients to different parameters of one shape, with DeepSpeed's checks on."""
+
+    class Unlike(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                out = layer(x)
+                x = x + (out.detach() if number == 1 + torch.distributed.get_rank() else out)
+            return x.float().square().mean()
+
+    config = ds_config()
+    config["zero_optimization"] |= {"enable_sanity_checks": True}
+    config["fuyou"] = block(swap, "all")
+    model = Unlike()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    try:
+        engine.backward(engine(torch.ones(4, 64, dtype=torch.bfloat16)))
+    except RuntimeError as error:  # the first rank's values are the others' measure: it waits for them until they end
+        say({"said": str(error)})
+        sys.stdout.flush()
+        os._exit(0)
+    return {"said": None}
 
 
 def forked(swap: str) -> dict[str, Any]:
@@ -335,6 +380,8 @@ def say(what: dict[str, Any]) -> None:
 SCENARIOS: dict[str, Any] = {
     "together": together,
     "reference": reference,
+    "unnamed": unnamed,
+    "unlike": unlike,
     "forked": forked,
     "agree": agree,
     "beside-autocast": beside_autocast,

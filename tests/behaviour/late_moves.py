@@ -189,11 +189,29 @@ def refusals() -> dict[str, Any]:
     return found
 
 
+def monitored() -> dict[str, Any]:
+    """The first rank's monitor cannot write; the script goes on."""
+    engine = engine_of(1.0)
+
+    def fails() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    found: dict[str, Any] = {}
+    with patch.object(engine.optimizer._monitor, "step_applied", fails) if dist.get_rank() == 0 else nullcontext():
+        try:
+            train(engine, MODEL, 0, 1)
+        except OSError as error:
+            found["raised"] = error.errno == errno.ENOSPC
+    found["losses"] = train(engine, MODEL, 1, 3)
+    engine.destroy()
+    return found
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo")
     name, directory = sys.argv[1], Path(sys.argv[2])
     assert directory.is_dir()
-    found = {each.__name__: each for each in (gathered, records, inference, budget, refusals)}[name]()
+    found = {each.__name__: each for each in (gathered, records, inference, budget, refusals, monitored)}[name]()
     sys.stdout.write(f"FOUND {json.dumps(found)}\n")
 
 

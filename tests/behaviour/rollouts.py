@@ -483,7 +483,8 @@ def sleep(swap: str) -> dict[str, Any]:
     train(stock, 0, 4)
     refused = ""
     for index in range(4):
-        with asleep(engine, pin_memory=index % 2 == 0):
+        who = engine if index < 2 else engine.optimizer  # some programs ask the optimizer
+        with asleep(who, pin_memory=index % 2 == 0):
             away = all(param.ds_status.name == "NOT_AVAILABLE" for param in engine.module.parameters())
         train(engine, index, index + 1)
     quiet(engine)

@@ -46,6 +46,15 @@ def test_a_reference_model_without_an_optimizer_stays_as_it_is(tmp_path: Path) -
     assert log.count("look-ahead pool") >= 2, "the one on storage has memory of its own, beside the actor's"
 
 
+def test_a_configuration_without_the_block_evaluates_what_was_built_with_one(tmp_path: Path) -> None:
+    assert run("unnamed", tmp_path / "swap") == [{"equal": True, "stores": 1, "ahead of use": True}]
+
+
+def test_sanity_checks_find_ranks_that_reduce_different_gradients(tmp_path: Path) -> None:
+    _, other = run("unlike", tmp_path / "swap", num_ranks=2)
+    assert "disagreement" in (other["said"] or "")
+
+
 def test_a_forked_child_that_ends_the_engines_waits_for_nothing_and_takes_nothing(tmp_path: Path) -> None:
     (found,) = run("forked", tmp_path / "swap")
     assert found == {"status": 7, "as alone": True, "files": True, "score": True}

@@ -33,6 +33,12 @@ def test_a_step_in_which_p16_moves_is_recorded_whole_and_one_that_is_cut_short_m
     }
 
 
+def test_a_monitor_that_fails_on_one_rank_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    mine, other = run("monitored", tmp_path / "swap", 2, "late_moves.py")
+    assert mine.pop("raised")
+    assert len(mine["losses"]) == len(other["losses"]) == 2
+
+
 def test_what_is_gathered_under_inference_mode_after_a_move_is_trained_with(tmp_path: Path) -> None:
     assert run("inference", tmp_path / "swap", script="late_moves.py") == [{"equal": True}]
 

@@ -152,6 +152,12 @@ def test_missed_steps_of_what_is_frozen_now_are_no_more(said: dict) -> None:
     assert "blocks.0.up.weight" in found["renamed"]
 
 
+def test_a_universal_checkpoint_of_other_groups_is_refused_before_anything_is_replaced(said: dict) -> None:
+    found = said["universal"]
+    assert "saved with 1 parameter groups, this run has 2" in found["groups"]
+    assert found["groups, step"] == "nothing"
+
+
 def test_another_tag_than_stock_reads_is_told(said: dict) -> None:
     assert [len(said["other_tag"][tag]) for tag in ("first", "second", "None")] == [1, 0, 0]
     assert "'second'" in said["other_tag"]["first"][0]

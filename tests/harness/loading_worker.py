@@ -436,6 +436,9 @@ def universal(case: dict, folder: Path) -> dict:
         said["load"] = raised(lambda: engine.load_checkpoint(str(folder), tag="converted"))
         said["missed"] = engine.optimizer.rank_state.core.missed.by_name()
         said["step"] = raised(lambda: train(engine, case, 1))
+    with another({**case, "groups": "two"}) as engine:
+        said["groups"] = raised(lambda: engine.load_checkpoint(str(folder), tag="converted"))
+        said["groups, step"] = raised(lambda: train(engine, case, 1))
     with another(case) as engine:
         (folder / "converted/zero/blocks.0.up.weight").rename(folder / "converted/zero/blocks.0.wide.weight")
         said["renamed"] = raised(lambda: engine.load_checkpoint(str(folder), tag="converted"))

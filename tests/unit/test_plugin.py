@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -253,3 +253,17 @@ def test_other_client_optimizers_are_refused_with_the_list() -> None:
     for kind in (torch.optim.SGD, MyAdam):
         with pytest.raises(FuyouConfigError, match=r"(SGD|MyAdam) cannot run out of core; use Adam, AdamW"):
             plugin._refuse_optimizer(kind(torch.nn.Linear(2, 2).parameters()))
+
+
+def test_lightning_collects_no_states_that_the_engine_saves() -> None:
+    """It asks for them whenever it saves, and drops them."""
+
+    class Strategy:
+        def optimizer_state(self, optimizer: Any) -> Any:
+            return optimizer.state_dict()
+
+    asked = plugin._left_to_engine(Strategy.optimizer_state)
+    of_another = SimpleNamespace(state_dict=lambda: {"state": 1})
+    of_ours = SimpleNamespace(state_dict=lambda: {"state": 2}, checkpoint_state=None)
+    assert asked(Strategy(), of_another) == {"state": 1}
+    assert asked(Strategy(), of_ours) == asked(Strategy(), SimpleNamespace(_optimizer=of_ours)) == {}

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Parameter
 
+from ds_fuyou.ds_json import Activation
 from ds_fuyou.log import current_rank, get_logger
 from ds_fuyou.telemetry.placement import Placed, placement_table
 from ds_fuyou.zero.parameters.gathering import release_gathered
@@ -27,10 +28,17 @@ from ds_fuyou.zero.parameters.param_swapper import (
     swaps_here,
 )
 
-__all__ = ["bring_home", "owners", "report_inference", "take_over"]
+__all__ = ["activation_of_params", "bring_home", "owners", "report_inference", "take_over"]
 
 owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By ds_id: what has to end before another training engine may have a parameter (a ``FuyouStage3Optimizer``)."""
+
+
+def activation_of_params(module: torch.nn.Module) -> Activation | None:
+    """Of the block that a model's parameters were built with, or an engine had; None where DeepSpeed alone has them."""
+    ours = (param.nvme_swapper for param in module.parameters() if swaps_here(param))
+    swapper: FuyouParameterSwapper | None = next(ours, None)
+    return None if swapper is None else swapper.activation
 
 
 def report_inference(module: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries, states_of
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.log import log_once
 from ds_fuyou.optimizer.chunk_values import gather
 from ds_fuyou.optimizer.layout import Chunk, ParamSpan
@@ -158,6 +159,7 @@ class CheckpointState:
 
             flats = self.stand_ins.add_together(shapes, kept, later=True, clones=True)
         else:
+            _require_memory(sum(n * dtype.itemsize for (n,), dtype in shapes))
             flats = [torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype in shapes]
             for which, begin, values in pieces(core.states.read_all(range(len(core.layout.chunks)))):
                 flats[which][begin : begin + values.numel()].copy_(values)
@@ -407,6 +409,7 @@ class CheckpointState:
         Raises:
             FuyouStateError: another number of parameter groups.
         """
+        self._require_groups(saved[OPTIMIZER_STATE]["param_groups"])  # before anything is replaced
         core = self._core
         keys = ("fp32", *core.kind.moments)
         has_moments = bool(saved[OPTIMIZER_STATE]["state"])
@@ -454,6 +457,16 @@ class CheckpointState:
                 f"the checkpoint was saved with {len(groups)} parameter groups, this run has {present}; make them as "
                 "the saving script did"
             )
+
+
+def _require_memory(num_bytes: int) -> None:
+    """Of what a script collects; what the system has promised it would end the run for."""
+    free = available_host_bytes()
+    if num_bytes > free:
+        raise FuyouStateError(
+            f"optimizer.state_dict() needs {num_bytes} bytes of host memory for P32 and moments, {free} are free; "
+            "engine.save_checkpoint() streams them to its files"
+        )
 
 
 def _missed_steps(state_dict: Mapping[str, Any]) -> Mapping[str, int]:
