@@ -161,6 +161,11 @@ def absorb_offload_sections(ds_config: Mapping[str, Any], config: FuyouConfig) -
         IgnoredKey(f"aio.{key}", "storage is reached by fuyou.io; depth and block size are part of the plan")
         for key in section_of(ds_config, "aio")
     ]
+    ignored += [
+        IgnoredKey(f"zero_optimization.{key}", "deprecated by DeepSpeed; the tiers of the block say where state is")
+        for key in ("cpu_offload", "cpu_offload_param")
+        if zero.get(key)
+    ]
     if lookup(ds_config, "optimizer.params.torch_adam") is True:
         ignored.append(IgnoredKey("optimizer.params.torch_adam", "DeepSpeed's CPU kernel updates; last bits differ"))
     completed = _completed(config, tuple(paths), tiers)

@@ -148,7 +148,8 @@ def run(arguments: argparse.Namespace) -> int:
             part.write_text(json.dumps(chrome_trace(chosen.simulated, machine)), encoding="utf-8")
     if arguments.json:
         shown = document.to_json()
-        shown["predicted"]["largest_batch"] = largest_batch(chosen)
+        largest, rate = largest_batch(chosen)
+        shown["predicted"] |= {"largest_batch": largest, "largest_batch_tokens_per_s": round(rate, 2)}
         if rows:
             shown["predicted"]["compared"] = [row.to_json() for row in rows]
         shown["predicted"]["upgrades"] = {what: round(secs, 4) for what, secs in upgrades(chosen)}

@@ -76,12 +76,17 @@ def _endurance_days(chosen: Chosen) -> float | None:
     return round(steps * chosen.iteration_secs / 86400, 1)
 
 
-def largest_batch(chosen: Chosen) -> int:
-    """The largest of :func:`batches` (or the one asked for) that fits."""
+def largest_batch(chosen: Chosen) -> tuple[int, float]:
+    """The largest of :func:`batches` (or the one asked for) that fits, and tokens a second with it; by the closed form,
+    relative to its own prediction.
+    """
     larger = (batch for batch in reversed(batches(chosen.work.seq)) if batch > chosen.work.batch)
     works = (replace(chosen.work, batch=batch) for batch in larger)
-    fitting = (work.batch for work in works if fits(work, chosen.machine, chosen.asked))
-    return next(fitting, chosen.work.batch)
+    found = next((work for work in works if fits(work, chosen.machine, chosen.asked)), None)
+    if found is None:
+        return chosen.work.batch, chosen.tokens_per_s
+    longer = quick_secs(found, chosen.machine, chosen.asked) / chosen.closed.iteration_secs
+    return found.batch, chosen.tokens_per_s * found.batch / chosen.work.batch / longer
 
 
 def upgrades(chosen: Chosen) -> list[tuple[str, float]]:
@@ -162,9 +167,9 @@ def _lines(chosen: Chosen) -> Iterator[str]:
     days = _endurance_days(chosen)
     if days is not None:
         yield f"{shown_bytes(chosen.written_bytes)} written to storage a step; rated writes last {days:.0f} days"
-    largest = largest_batch(chosen)
+    largest, rate = largest_batch(chosen)
     more = " or more" if largest >= batches(chosen.work.seq)[-1] else ""
-    yield f"largest batch that fits: {largest}{more}"
+    yield f"largest batch that fits: {largest}{more}, {rate:.1f} tokens/s"
     what, secs = upgrades(chosen)[0]
     if secs < 0.99 * chosen.iteration_secs:
         yield f"next best upgrade: twice the {what}, {secs:.2f} s a step"

@@ -171,7 +171,18 @@ def test_the_largest_batch_of_short_sequences_is_no_limit_of_what_was_tried(caps
     assert main([*arguments, "128", "--batch", str(2 * largest)]) == 2
     assert f"batch {largest} fits" in capsys.readouterr().err
     assert main([*arguments, "8"]) == 0
-    assert re.search(r"largest batch that fits: \d+( or more)?\n", capsys.readouterr().out)
+    assert re.search(r"largest batch that fits: \d+( or more)?, [\d.]+ tokens/s\n", capsys.readouterr().out)
+
+
+def test_tokens_a_second_of_the_largest_batch_are_those_of_its_own_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", "13B", "--gpu", "rtx4090", "--ssd", "990pro", "--dram-gb", "64", "--json"]
+    assert main(arguments) == 0
+    found = json.loads(capsys.readouterr().out)["predicted"]
+    assert main([*arguments, "--batch", str(found["largest_batch"])]) == 0
+    asked = json.loads(capsys.readouterr().out)["predicted"]
+    assert asked["largest_batch"] == found["largest_batch"] > 8
+    assert found["largest_batch_tokens_per_s"] == pytest.approx(asked["tokens_per_s"], rel=0.1)
+    assert found["largest_batch_tokens_per_s"] > 5 * found["tokens_per_s"]
 
 
 @pytest.mark.parametrize("name", ["plan.json", "plan.html"])

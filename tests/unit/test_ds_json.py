@@ -60,6 +60,11 @@ def test_an_optimizer_of_pytorch_that_the_json_asks_for_is_told_to_run_with_anot
     assert "last bits differ" in item.reason
 
 
+def test_keys_that_deepspeed_has_deprecated_are_told_to_be_without_effect() -> None:
+    found = absorb({"nvme_path": "/nvme"}, zero={"cpu_offload": True, "cpu_offload_param": False}).ignored
+    assert [item.key for item in found] == ["zero_optimization.cpu_offload"]
+
+
 def test_the_block_wins_over_the_sections() -> None:
     section = {"device": "nvme", "nvme_path": "/other"}
     absorbed = absorb(
