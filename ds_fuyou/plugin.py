@@ -141,6 +141,7 @@ def _configure_zero_optimizer(original: Callable[..., Any]) -> Callable[..., Any
         if activation is None:
             if optimizer is not None:  # others only compute with the parameters, and ask whoever has them
                 handover.bring_home(self)
+                return original(self, optimizer)
             activation = handover.activation_of_params(self.module)
             built = original(self, optimizer)
             if activation is not None:  # a program that evaluates makes a configuration of its own, as Lightning

@@ -43,10 +43,10 @@ SOON = 32
 class KeptTensor:
     """A saved tensor that stays where it is. Refuses to come back changed, as autograd does without hooks."""
 
-    __slots__ = ("__weakref__", "_held", "_num_bytes", "_tensor", "_version", "block")
+    __slots__ = ("__weakref__", "_held", "_num_bytes", "_tensor", "_version", "block", "has_history")
 
     def __init__(self, tensor: torch.Tensor, held: HeldBytes, num_bytes: int, block: str = "") -> None:
-        self.block = block
+        self.block, self.has_history = block, tensor.requires_grad
         self._tensor = alias = alias_of(tensor)  # without history: the node that owns us must not own itself
         self._version = alias._version
         self._held, self._num_bytes = held, num_bytes
@@ -76,12 +76,14 @@ class Tape:
     records: list[weakref.ref[Record]] = field(default_factory=list)
     ahead: int = -1  # everything from here upwards was thought of
     last: int = -1  # the place that backward asked for last
+    task: int = -2  # of which backward; none has this number
 
     def before(self, place: int) -> Iterator[Record]:
         """Living records below ``place``, the soonest needed first, from where reading ahead stopped."""
-        if self.last < 0 or place - self.last > SOON:  # backward begins, or begins again; a node may ask in any order
+        task = torch._C._current_graph_task_id()
+        if task != self.task or place - self.last > SOON:  # backward begins, or again; a node may ask in any order
             self.ahead = place
-        self.last = place
+        self.last, self.task = place, task
         self.ahead = min(self.ahead, place)
         while self.ahead > 0:
             record = self.records[self.ahead - 1]()
@@ -139,6 +141,11 @@ def _may_give_back(node: Any) -> bool:
     """
     is_written_in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     return is_written_in_python and type(node).__name__ not in _GIVE_BACK_NOTHING
+
+
+def _has_other_owners(value: torch.Tensor) -> bool:
+    """Of its memory, beside this tensor and the object that is asked."""
+    return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
 
 
 class _OfStorage:
@@ -398,8 +405,11 @@ class Swapper:
             told, self.blocks_begin = self.blocks_begin, None
             told()
         value = self._value(packed)
-        if is_given_back:
-            self._handed.append(value)
+        if is_given_back and _has_other_owners(value):
+            if isinstance(packed, KeptTensor) and packed.has_history:
+                value = value.clone()
+            else:
+                self._handed.append(value)
         if isinstance(packed, MovedTensor) and self.tier is not None:
             self._handed.append(value)
             self.tier.read_ahead(packed.tape.before(packed.place), packed.tape.soon(packed.place))

@@ -15,6 +15,7 @@ import torch
 from ds_fuyou.errors import FuyouMemoryError
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.threads import starting_threads, usable_cores
+from ds_fuyou.libc import libc
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage.types import PAGE_BYTES
 
@@ -77,7 +78,7 @@ def aligned_tensor(num_bytes: int, *, inherited: bool = True) -> torch.Tensor:
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
     """Tells the system what becomes of whole pages. A hint: one that it does not know changes nothing, and is False."""
-    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
+    return bool(libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice) == 0)
 
 
 def bring_in_pages(address: int, num_bytes: int) -> bool:
@@ -146,7 +147,7 @@ class HeapGuard:
 
     def __init__(self, limit_bytes: int = 128 * 1024 * 1024) -> None:
         self._limit = limit_bytes
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._trim = getattr(libc(), "malloc_trim", None)
         self._used = resident_bytes()
         self._freed = 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from ds_fuyou.activations.open_hooks import OpenHooks
 from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.activations.unseen import UnseenChanges
+from ds_fuyou.activations.views import alias_of
 from ds_fuyou.host.device import Device
 from ds_fuyou.planner.profile import BlockCost, OperatorCost
 
@@ -149,6 +149,14 @@ def _counts_changes(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and not leaf.is_inference()
 
 
+def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Counts changes of ``tensor`` and of its views, and holds none of its memory."""
+    alias = alias_of(tensor)
+    if type(alias) is torch.Tensor and alias.layout == torch.strided:
+        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+    return alias
+
+
 class OperatorRecorder(TorchDispatchMode):
     """Records what a model does while this is entered: around one forward.
 
@@ -183,7 +191,7 @@ class OperatorRecorder(TorchDispatchMode):
         self._made: dict[int, tuple[StorageWeakRef, _Calls, int]] = {}
         self._handles: list[Any] = []
         self._hooks: list[OpenHooks] = []
-        self._given: list[tuple[str, weakref.ref[torch.Tensor], int]] = []  # to blocks, at these versions
+        self._given: list[tuple[str, torch.Tensor, int]] = []  # to blocks, at these versions
         self._unseen: tuple[_Calls, UnseenChanges[int]] | None = None  # in the first block, by place in its list
         self._timings = _Timings(device)
         self._paused = 0
@@ -223,9 +231,8 @@ class OperatorRecorder(TorchDispatchMode):
         self._module.clear()
 
     def _see_changes(self) -> None:
-        for block, reference, version in self._given:
-            tensor = reference()
-            if tensor is not None and tensor._version != version:
+        for block, counter, version in self._given:
+            if counter._version != version:
                 self.once.setdefault(block, "what it is given is changed in place, by itself or behind it")
 
     @contextmanager
@@ -298,8 +305,9 @@ class OperatorRecorder(TorchDispatchMode):
                 return
             self._current = self._calls[block.name] = _Calls(block.name)
             self._current.took((args, kwargs))
-            given = filter(_counts_changes, tree_leaves((args, kwargs)))
-            self._given += ((block.name, weakref.ref(leaf), leaf._version) for leaf in given)
+            with self.paused():
+                given = map(_counter_of, filter(_counts_changes, tree_leaves((args, kwargs))))
+                self._given += ((block.name, counter, counter._version) for counter in given)
             if len(self._calls) == 1:
                 self._unseen = self._current, UnseenChanges()
             if self._sees_saves and torch.is_grad_enabled():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from deepspeed import comm as dist
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ds_fuyou.log import log_once
 from ds_fuyou.telemetry.report import BOUND_LANES, LaneTimes
 from ds_fuyou.telemetry.tier_bytes import TierBytes
 from ds_fuyou.zero.run.rank_state import RankState
@@ -74,7 +76,11 @@ class StepMonitor:
             return
         secs, lanes = self._at[0] - before[0], self._at[1].since(before[1])
         samples = engine.global_samples + engine.train_batch_size()  # stock adds them after the optimizer's step
-        engine.monitor.write_events([(tag, value, samples) for tag, value in _events(secs, lanes, self._tiers.now())])
+        events = [(tag, value, samples) for tag, value in _events(secs, lanes, self._tiers.now())]
+        try:
+            engine.monitor.write_events(events)
+        except Exception as error:  # of a program of the user's: a step is not left half done for it, on one rank
+            log_once(logging.WARNING, f"the monitor cannot be told of steps ({error!r}); training goes on")
 
 
 def _events(secs: float, lanes: LaneTimes, tiers: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -11,9 +11,11 @@ infer. Such an engine sleeps alone, too.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ds_fuyou.ds_json import activation_of
@@ -29,13 +31,13 @@ def _asked(engine: Any) -> Any | None:
     Raises:
         FuyouStateError: the engine was destroyed.
     """
-    if activation_of(engine._config) is None:
-        return None
     state = getattr(engine.optimizer, "rank_state", None)
     if state is not None:
         state.require_parameters()
         return state
     reads = getattr(engine.optimizer, "fuyou_reads", None)
+    if reads is None and activation_of(engine._config) is None:
+        return None
     if reads is not None and reads.is_destroyed:
         raise FuyouStateError("the engine was destroyed: it has no states to offload or to reload")
     return reads
@@ -53,6 +55,8 @@ def fall_asleep(asked: Any, optimizer: Any, device: OffloadDeviceEnum, pin_memor
     optimizer.empty_partition_cache()
     if not pin_memory:
         asked.sleep()
+    gc.collect()
+    get_accelerator().empty_cache()  # who is to have the device is another process
 
 
 def offloading(original: Callable[..., None]) -> Callable[..., None]:

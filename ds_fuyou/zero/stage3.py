@@ -284,15 +284,15 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.rank_state
         self.training_state.attach(engine, digest_of(engine))
         resumed: Any = state.resumed
-        if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
-            try:
-                state.store.describe_engine(outline_of(engine))
-            except FuyouStorageError as error:
-                if resumed is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                logger.warning("%s: a checkpoint recovered from it will have that run's configuration", error)
-        if resumed is not None and state.store is not None:
-            with all_or_none("take over what that run was"):
+        with all_or_none("describe its engine, or take over what that run was"):
+            if state.store is not None and state.core.options.num_slots >= 2:  # states may leave memory later
+                try:
+                    state.store.describe_engine(outline_of(engine))
+                except FuyouStorageError as error:
+                    if resumed is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        raise
+                    logger.warning("%s: a checkpoint recovered from it will have that run's configuration", error)
+            if resumed is not None and state.store is not None:
                 self.training_state.put_back(engine, resumed.meta["training"])
                 state.store.adopt(keep=state.activation.config.keep_state)
 
@@ -433,10 +433,10 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         self.rank_state.step_applied()
         self.reset_cpu_buffers()
         self.rank_state.report.step(self.rank_state)
-        self.invalidate_secondary_tensor()
-        self._is_ending = True  # before what may fail on one rank
         if self._monitor is not None:
             self._monitor.step_applied()
+        self.invalidate_secondary_tensor()
+        self._is_ending = True
         if not core.commits.holds_orders:
             self._end_step()
 
@@ -586,8 +586,8 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
     def load_hp_checkpoint_state_from_checkpoint_dir_stage3(self, checkpoint_dir: str) -> None:
         compares = self.rank_state.activation.config.checksum
         saved = read_universal_state(checkpoint_dir, compares=compares)
-        self._load_global_state_stage3(saved)
         self.checkpoint_state.load_universal(saved, self._universal_reader(checkpoint_dir))
+        self._load_global_state_stage3(saved)
 
     def load_module_checkpoint_state_from_checkpoint_dir_stage3(
         self, checkpoint_dir: str, load_from_fp32_weights: bool

@@ -307,3 +307,11 @@ def test_reading_ahead_goes_over_what_was_saved_once() -> None:
             seen += sum(1 for _ in tape.before(asked))
     assert seen == len(records) - 2
     assert sum(1 for _ in tape.before(len(records) - 1)) == len(records) - 1, "another backward"
+
+
+def test_a_second_backward_reads_ahead_whatever_was_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [torch.empty(0) for _ in range(10)]
+    tape: Any = Tape([weakref.ref(record) for record in records])
+    for backward in (3, 4):
+        monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda number=backward: number)
+        assert sum(1 for place in range(9, -1, -1) for _ in tape.before(place)) == 9

@@ -138,7 +138,16 @@ def test_a_gradient_is_no_memory_of_what_was_saved(case: Case, late: int | None,
         assert at.swapper._handed == [], "backward has ended"
 
 
-@pytest.mark.parametrize("case", [_in_three_micro_batches, _in_three_backwards, _of_two_leaves])
+@pytest.mark.parametrize(
+    "case",
+    [
+        _in_three_micro_batches,
+        _in_three_backwards,
+        _of_two_leaves,
+        _with_a_history,
+        _of_two_leaves_with_a_history,
+    ],
+)
 @pytest.mark.parametrize("is_small", [True, False])
 def test_a_gradient_is_no_memory_of_what_stayed(
     case: Case, is_small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -153,6 +162,40 @@ def test_a_gradient_is_no_memory_of_what_stayed(
         assert case(model) == plain
         assert at.tier.counters.out_bytes == 0
         assert at.swapper._handed == []
+
+
+class _Owns(torch.autograd.Function):
+    """Fused losses compute a gradient in forward, save it and give it back: nobody else has it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(made := torch.full_like(weight, 2.0))
+        ctx.address = made.data_ptr()
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (saved,) = ctx.saved_tensors
+        assert saved.data_ptr() == ctx.address
+        return saved
+
+
+def test_what_a_function_alone_owns_becomes_a_gradient_without_a_copy(tmp_path: Path) -> None:
+    addresses: list[int] = []
+
+    class Noting(_Owns):
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            addresses.append(ctx.address)
+            return _Owns.backward(ctx, *grads)
+
+    model = _Model(Noting.apply).train()
+    weight = torch.zeros(SHAPE, requires_grad=True)
+    with attached(model, tmp_path) as at:
+        at.swapper.fates = {}
+        model(weight).backward()
+    assert weight.grad is not None
+    assert [weight.grad.data_ptr()] == addresses
 
 
 def test_what_backward_was_given_is_let_go_when_the_next_node_asks(tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ def test_a_step_in_which_p16_moves_is_recorded_whole_and_one_that_is_cut_short_m
     }
 
 
-def test_a_monitor_that_fails_on_one_rank_leaves_no_rank_waiting(tmp_path: Path) -> None:
+def test_a_monitor_that_fails_is_told_and_ends_no_step(tmp_path: Path) -> None:
     mine, other = run("monitored", tmp_path / "swap", 2, "late_moves.py")
-    assert mine.pop("raised")
-    assert len(mine["losses"]) == len(other["losses"]) == 2
+    assert (mine["calls"], other["calls"]) == (3, 0), "the first step is not told of"
+    assert mine["steps"] == other["steps"] == 4
+    assert (tmp_path / "log0").read_text().count("the monitor cannot be told of steps (OSError(28") == 1
 
 
 def test_what_is_gathered_under_inference_mode_after_a_move_is_trained_with(tmp_path: Path) -> None:

@@ -726,10 +726,11 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
         for at in ("in a step", "after it"):
             assert device.memory_allocated() - before > 100_000, "the model is gathered"
             for pin_memory in (True, False):
-                registered = dict(pinned)
+                registered, held = dict(pinned), device.memory_reserved()
                 engine.offload_states(pin_memory=pin_memory)
                 device.synchronize()  # memory that a stream still uses is not free
                 left = device.memory_allocated() - before
+                assert device.memory_reserved() < held, "another process is to have it"
                 assert left < 65_536, f"{at}: blocks of 512 bytes, for norms and scales; the model has 400 kB"
                 assert pinned == (registered if pin_memory else {})
                 engine.reload_states()

@@ -89,6 +89,7 @@ class RankState:
                 self.core = OutOfCoreOptimizer(self.layout, options, model.kind, hypers, self.store, self.resumed)
                 undo.callback(self.core.close)
                 self._forget_closer = register_closer(self.core.close)
+                undo.callback(self._forget_closer)
             undo.pop_all()
         self._spans = {param.ds_id: span for param, span in zip(model.trained, self.layout.params, strict=True)}
         self._partitions: dict[int, Partition] = {}  # by ds_id: what is read, or waits for updates
