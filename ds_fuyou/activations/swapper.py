@@ -143,6 +143,12 @@ def _may_give_back(node: Any) -> bool:
     return is_written_in_python and type(node).__name__ not in _GIVE_BACK_NOTHING
 
 
+def _feeds_a_leaf() -> bool:
+    """Whether a leaf takes what the node that runs returns. For all others copies would be of every kernel's inputs."""
+    node: Any = torch._C._current_autograd_node()
+    return any(type(each).__name__ == "AccumulateGrad" for each, _ in node.next_functions)
+
+
 def _has_other_owners(value: torch.Tensor) -> bool:
     """Of its memory, beside this tensor and the object that is asked."""
     return torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2
@@ -406,7 +412,7 @@ class Swapper:
             told()
         value = self._value(packed)
         if is_given_back and _has_other_owners(value):
-            if isinstance(packed, KeptTensor) and packed.has_history:
+            if isinstance(packed, KeptTensor) and packed.has_history and _feeds_a_leaf():
                 value = value.clone()
             else:
                 self._handed.append(value)
