@@ -452,10 +452,13 @@ class OutOfCoreOptimizer:
         self.commits.norm_is_known()
         self.mover.advance()
         rules = self.clock.prepare(hypers)
-        self.policy.record(multiplier != expected_multiplier)
+        # Once: each chunk that compared all hyperparameters, of which every sub-group has some, would be quadratic.
+        is_as_begun = window.rules is not None and window.began_as(rules, multiplier)
+        refuses = multiplier != expected_multiplier if window.rules is None else not is_as_begun
+        self.policy.record(refuses)  # what began in backward was in vain, or would have been
         work = self._work()
         edits = self.params.before_step(window.arrived, work)
-        self._updates.publish(work, rules, multiplier, self.gradients, self.gradient)
+        self._updates.publish(work, rules, multiplier, self.gradients, self.gradient, is_as_begun=is_as_begun)
         self._updates.copy_untouched(work, self.wait_chunk)
         self.published.advance()
         self.num_applied += 1

@@ -111,12 +111,14 @@ class GradientIntake:
             self._reopen(chunk)
             self._window.await_gradient(chunk, span.index)
         pieces = self._memory.pieces(span)
-        adds = span.index in self._window.summed
-        self._window.summed.add(span.index)
-        self._window.arrived.add(span.index)
         self._window.overrides.pop(span.index, None)
         self.norms.forget(span.index)
-        return pieces, adds
+        return pieces, span.index in self._window.summed
+
+    def _is_there(self, span: ParamSpan) -> None:
+        """Its copy or sum is launched. Not before: what raises on the way leaves the last step's values there."""
+        self._window.summed.add(span.index)
+        self._window.arrived.add(span.index)
 
     def _add_on_host(self, span: ParamSpan, gradient: torch.Tensor, *, last: bool) -> None:
         pieces, adds = self._open(span)
@@ -128,6 +130,7 @@ class GradientIntake:
                 kept.add_(part.to(kept.dtype))
             else:
                 kept.copy_(part)
+        self._is_there(span)
         if last:
             self.norms.take(span.index, [piece.values for piece in pieces])
 
@@ -135,13 +138,14 @@ class GradientIntake:
         """Whether the gradient goes by way of a sum on the host, which is in the queue then; else it was copied."""
         pieces, adds = self._open(span)
         total = gradient.to(self._dtype)
-        if last and not adds:
-            self.norms.take(span.index, [total])
         if not adds and all(reading is None for _, reading in pieces):
             at = 0
             for kept, _ in pieces:
                 kept.copy_(total[at : at + kept.numel()], non_blocking=True)
                 at += kept.numel()
+            self._is_there(span)
+            if last:
+                self.norms.take(span.index, [total])
             return False
         cut = [
             (kept[begin : begin + PIECE_ELEMENTS], reading)
@@ -159,6 +163,9 @@ class GradientIntake:
             one = HostSum(target, staging, event, reading, adds=adds, gradient=whole)
             self._in_flight.append((span, self._sums.submit(one), last))
             self._num_in_flight[span.index] += 1
+        self._is_there(span)
+        if last and not adds:
+            self.norms.take(span.index, [total])
         return True
 
     # ---- what is in flight --------------------------------------------------------------------------------

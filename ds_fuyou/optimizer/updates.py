@@ -180,12 +180,15 @@ class WindowUpdates:
         multiplier: float,
         gradients: GradientMemory,
         values: Callable[[ParamSpan], torch.Tensor],
+        *,
+        is_as_begun: bool,
     ) -> None:
         """Publishes of ``work`` what was prepared rightly, and starts the rest in deadline order.
 
-        ``values(span)``: the gradient of a parameter, also where the script replaced it.
+        ``values(span)``: the gradient of a parameter, also where the script replaced it. ``is_as_begun``: what was
+        prepared had these rules and this multiplier.
         """
-        kept = self._keep_prepared(work, rules, multiplier)
+        kept = self._keep_prepared(work, is_as_begun)
         self._left_out = frozenset(chunk.index for chunk in self._by_deadline if chunk.index not in work)
         self._worker.ask(self._worker.pipeline.publish, self._published.generation + 1)
         for chunk in self._by_deadline:
@@ -199,13 +202,11 @@ class WindowUpdates:
             self._wait_unread(index, self._published.generation)
         self._read_wide, self._wide = self._wide, {}
 
-    def _keep_prepared(self, work: Mapping[int, tuple[Run, ...]], rules: StepRules, multiplier: float) -> set[int]:
+    def _keep_prepared(self, work: Mapping[int, tuple[Run, ...]], is_as_begun: bool) -> set[int]:
         """Speculated chunks that did exactly what this step does; the others, and what was held in vain, go."""
-        window = self._window
-        # Once: each chunk that compared all hyperparameters, of which every sub-group has some, would be quadratic.
-        kept, is_same_step = set(), bool(window.prepared) and window.began_as(rules, multiplier)
+        window, kept = self._window, set()
         for chunk, runs in window.prepared.items():
-            if is_same_step and work.get(chunk) == runs and not window.is_overridden(chunk):
+            if is_as_begun and work.get(chunk) == runs and not window.is_overridden(chunk):
                 kept.add(chunk)
             else:
                 self._worker.pipeline.invalidate(chunk)

@@ -331,3 +331,40 @@ def test_memory_and_threads_go_with_close(core: OutOfCoreOptimizer) -> None:
         core.wait_all()
     with pytest.raises(RuntimeError, match="closed"):
         core.params.read(A)
+
+
+def test_rates_that_change_behind_backward_make_updates_wait(tmp_path: Path) -> None:
+    """A loop that sets them between backward and step would have everything done twice, in every step."""
+
+    def stepped(core: OutOfCoreOptimizer, number: int, *, late: bool) -> str:
+        before, now = (dataclasses.replace(HYPERS[0], lr=1e-2 / (number + each)) for each in (1, 2))
+        core.open_window((before if late else now,), 1.0, managed=True)
+        for span in (B, A):
+            core.add_gradients([(span, torch.full((span.numel,), 0.5, dtype=torch.bfloat16))])
+        core.end_micro_batch()
+        start = core.policy.choose().value
+        core.apply((now,), 1.0, expected_multiplier=1.0)
+        core.wait_all()
+        return start
+
+    with small_core(tmp_path, LAYOUT, clip_policy="auto") as core:
+        starts = [stepped(core, number, late=True) for number in range(8)]
+        redone = core.num_redone_chunks
+        assert starts[0] == "speculate"
+        assert starts[3:] == ["defer"] * 5
+        assert redone <= 3
+        starts = [stepped(core, 8 + number, late=False) for number in range(12)]
+        assert starts[-1] == "speculate", "it goes back when they are set before"
+        assert core.num_redone_chunks == redone
+
+
+def test_a_gradient_that_was_not_copied_has_not_arrived(core: OutOfCoreOptimizer) -> None:
+    """What stands in its memory is the last step's: a script that goes on must not have it."""
+    arrive(core, A, B)
+    core.apply(HYPERS, 1.0, expected_multiplier=1.0)
+    core.wait_all()
+    core.open_window(HYPERS, 1.0, managed=True)
+    with pytest.raises(RuntimeError):
+        core.add_gradients([(A, torch.ones(A.numel + 1, dtype=torch.bfloat16))])
+    assert A.index not in core.window.arrived
+    assert A.index not in core.window.summed
