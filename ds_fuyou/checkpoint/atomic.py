@@ -24,6 +24,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,6 +41,7 @@ __all__ = [
     "flush",
     "incomplete_tag",
     "is_incomplete",
+    "name_beside",
     "publish",
     "recover",
     "remove_hidden",
@@ -241,9 +243,14 @@ def _keep_apart(old: Path, new: Path) -> None:
         logger.warning("what was replaced is in %s", kept)
 
 
+def name_beside(file: Path, text: str) -> Path:
+    """Where :func:`write_beside` puts it: others may write other texts beside the same file meanwhile."""
+    return file.with_name(f".{file.name}.new-{zlib.crc32(text.encode()):08x}")
+
+
 def write_beside(file: Path, text: str) -> Path:
     """A small file that is to replace another one in one step, see :func:`replace`. FuyouStorageError if it cannot."""
-    new = file.with_name(f".{file.name}.new")
+    new = name_beside(file, text)
     try:
         with new.open("w", encoding="utf-8") as stream:
             stream.write(text)

@@ -96,7 +96,11 @@ class StateDirectory:
     @property
     def why_not(self) -> str:
         """Why it must stay; empty if it may go."""
-        return "in use by a running process, left alone" if self.alive else ""
+        if self.alive:
+            return "in use by a running process, left alone"
+        if self.host not in ("", os.uname().nodename) and may_be_shared(self.path):
+            return f"made on {self.host}, whose processes nobody sees from here, left alone"
+        return ""
 
 
 def find_state(path: str | Path) -> list[StateDirectory]:

@@ -182,7 +182,7 @@ def denied() -> None:
 @pytest.mark.parametrize("can_exchange", [True, False])
 def test_a_second_save_replaces_the_first(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
     if not can_exchange:
-        monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr(files, "libc", object)
     for text in ("first", "second"):
         atomic.publish(written(tmp_path, "tag", text), tmp_path / "tag")
         assert (tmp_path / "tag" / "nested" / "file").read_text() == text
@@ -236,10 +236,20 @@ def test_a_name_that_cannot_be_exchanged_is_an_error(tmp_path: Path, monkeypatch
             return -1
 
     atomic.publish(written(tmp_path, "tag", "first"), tmp_path / "tag")
-    monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: Libc())
+    monkeypatch.setattr(files, "libc", Libc)
     with pytest.raises(FuyouStorageError, match="exchanging"):
         atomic.publish(written(tmp_path, "tag", "second"), tmp_path / "tag")
     assert (tmp_path / "tag" / "nested" / "file").read_text() == "first"
+
+
+def test_two_runs_that_save_to_one_folder_keep_their_own_texts(tmp_path: Path) -> None:
+    latest = tmp_path / "latest"
+    one, other = atomic.write_beside(latest, "one-5"), atomic.write_beside(latest, "other-5")
+    atomic.replace(one, latest)
+    assert latest.read_text() == "one-5"
+    atomic.replace(other, latest)
+    assert latest.read_text() == "other-5"
+    assert list(tmp_path.iterdir()) == [latest]
 
 
 def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:

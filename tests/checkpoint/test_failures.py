@@ -47,6 +47,8 @@ def test_a_full_disk_costs_neither_the_run_nor_the_earlier_checkpoint(tmp_path: 
     assert "writing latest failed (Is a directory)" in said["no latest"]
     assert said["full left"] == []
     assert said["latest"] == "best"
+    assert said["within"].startswith("FuyouStateError: save_checkpoint() was called within save_checkpoint()")
+    assert said["outer"].startswith("global_step")
     kept = run_case(
         {**with_fuyou(CASE, block(str(tmp_path / "swap"), "all")), "load": str(tmp_path / "folder/saved")},
         tmp_path,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_fuyou.checkpoint import atomic
+from ds_fuyou.checkpoint.atomic import name_beside
 from ds_fuyou.checkpoint.parts import Parts
 from ds_fuyou.errors import FuyouStorageError
 
@@ -100,9 +101,10 @@ def test_a_mark_that_cannot_be_made_is_named_with_its_folder(tmp_path: Path) -> 
 
 
 def test_where_latest_cannot_be_written_no_folder_gets_its_name(tmp_path: Path) -> None:
-    (tmp_path / ".latest.new").mkdir()
+    blocked = name_beside(tmp_path / "latest", "tag")
+    blocked.mkdir()
     first, last = parts_in(tmp_path, 2)
     assert not first.written()
     with pytest.raises(FuyouStorageError, match=r"writing latest failed.*\blatest"):
         last.written()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".incomplete-tag", ".latest.new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".incomplete-tag", blocked.name]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 
 from ds_fuyou.checkpoint.recovery import recover_checkpoint, recover_weights
 from ds_fuyou.cli import main
-from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from tests.durability.runs import launch
 from tests.harness.forked import finish, start
 from tests.harness.runner import differences, ds_config, environment, run_case, with_fuyou
@@ -141,6 +142,18 @@ def test_without_another_checkpoint_frozen_parameters_are_left_out(tmp_path: Pat
     assert expected["frozen_param_fragments"]
     assert found["frozen_param_fragments"] is found["frozen_param_shapes"] is None
     assert list(unequal(expected["module"], found["module"])) == []
+    file = saved / "global_step5" / name
+    with zipfile.ZipFile(file) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
+        with archive.open(largest) as record:
+            middle = record._fileobj.tell() + largest.file_size // 2
+    with file.open("r+b") as damaged:
+        damaged.seek(middle)
+        (byte,) = damaged.read(1)
+        damaged.seek(middle)
+        damaged.write(bytes([byte ^ 1]))
+    with pytest.raises(FuyouChecksumError, match=name):  # new sums would be those of what it is
+        recover_checkpoint(directories, tmp_path / "from damaged", like=saved / "global_step5")
 
 
 def test_a_disk_without_room_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -29,6 +30,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from save_worker import raised, train
 from train_worker import build_engine, make_batch
 
+from ds_fuyou.zero.saving import loading
 from tests.harness.group import leave_group
 
 FROZEN = {"model": {"frozen": ["blocks.0", "tokens"]}}
@@ -195,7 +197,15 @@ def flipped(case: dict, folder: Path) -> dict:
                 except Exception as error:  # whatever pickle makes of it, where nobody compares
                     said[f"{file.name} {name}"] = repr(error)
                 flip(file, at)
+                if "optim" in file.name and "data.pkl" not in name:
+                    flip(file, at)
+                    alone = raised(lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False))
+                    said[f"{file.name} {name}, weights alone"] = alone
+                    flip(file, at)
         said["whole"] = raised(lambda: engine.load_checkpoint(str(folder)))
+        said["whole, weights alone"] = raised(lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False))
+        with patch.object(loading, "available_host_bytes", lambda: 1000):
+            said["no memory"] = raised(lambda: engine.load_checkpoint(str(folder), load_optimizer_states=False))
     return said
 
 

@@ -23,6 +23,7 @@ from deepspeed.runtime import engine as stock_engine
 from deepspeed.utils import safe_get_full_fp32_param
 from train_worker import build_engine, make_batch
 
+from ds_fuyou.checkpoint.atomic import name_beside
 from tests.harness.damage import flip_bit
 from tests.harness.group import leave_group
 
@@ -71,13 +72,24 @@ def failures(engine, case: dict, folder: Path) -> dict:
     train(engine, case, 1)
     said["full"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
     os.pwrite = pwrite
-    (folder / "saved" / ".latest.new").mkdir()
+    blocked = name_beside(folder / "saved" / "latest", "best")
+    blocked.mkdir()
     said["no latest"] = raised(lambda: engine.save_checkpoint(str(folder / "saved"), tag="best"))
-    (folder / "saved" / ".latest.new").rmdir()
+    blocked.rmdir()
     said["full left"] = sorted(
         p.suffix for p in (folder / "saved").rglob("*") if p.suffix and p.is_file() and "incomplete" in str(p)
     )
     said["latest"] = (folder / "saved" / "latest").read_text()
+
+    class Calls:
+        """Of the script, what comes while a checkpoint is written, as a signal does."""
+
+        def __getstate__(self) -> dict:
+            said["within"] = raised(lambda: engine.save_checkpoint(str(folder / "within")))
+            return {}
+
+    engine.save_checkpoint(str(folder / "outer"), client_state={"calls": Calls()})
+    said["outer"] = (folder / "outer" / "latest").read_text()
     return said
 
 

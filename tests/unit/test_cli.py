@@ -231,7 +231,7 @@ def test_doctor_names_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_refused_io_uring_and_small_lock_limit_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     libc = SimpleNamespace(syscall=lambda *arguments: -1)
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda *arguments, **settings: libc)
+    monkeypatch.setattr(doctor, "libc", lambda: libc)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (65536, 65536))
     for finding in (doctor._io_uring(), doctor._locked_memory()):
         assert finding.ok

@@ -18,7 +18,7 @@ import pytest
 from ds_fuyou.cli import main
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.log import get_logger
-from ds_fuyou.storage import probe
+from ds_fuyou.storage import cleanup, probe
 from ds_fuyou.storage.cleanup import StateDirectory, find_state, remove_state, settle_stale, stale_bytes
 from ds_fuyou.storage.records import MANIFEST_NAME, read_record, write_record
 from ds_fuyou.storage.store import RegionSpec, SlotStore
@@ -331,3 +331,14 @@ def test_a_manifest_with_a_right_checksum_that_makes_no_sense_is_an_error_of_the
         with pytest.raises(FuyouStorageError, match=r"manifest.json is not of its format \(\w+: .*Invalid argument"):
             SlotStore.open([dead.path], identity())
     os.close(fd)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize("host", ["elsewhere", os.uname().nodename])
+def test_state_of_another_machine_on_a_shared_disk_stays(
+    host: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are not seen from here, nor their locks on some file systems."""
+    monkeypatch.setattr(cleanup, "may_be_shared", lambda path: is_shared)
+    state = StateDirectory(Path("/nowhere"), False, "run", 0, 0, 0.0, "model", False, host)
+    assert bool(state.why_not) == (host == "elsewhere" and is_shared)

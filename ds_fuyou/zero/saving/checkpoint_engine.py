@@ -237,6 +237,22 @@ def _save(
     engine: Any, saved: Callable[..., Any], save_dir: str, tag: Any, *, save_latest: bool, lacks_frozen: bool
 ) -> Any:
     """``saved``: stock's saving, of a tag."""
+    state: CheckpointState = engine.optimizer.checkpoint_state
+    if state.is_saving:
+        raise FuyouStateError(
+            "save_checkpoint() was called within save_checkpoint(), by a signal handler, say: let the handler set a "
+            "flag, and call it when that has returned"
+        )
+    state.is_saving = True
+    try:
+        return _saved(engine, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
+    finally:
+        state.is_saving = False
+
+
+def _saved(
+    engine: Any, saved: Callable[..., Any], save_dir: str, tag: Any, *, save_latest: bool, lacks_frozen: bool
+) -> Any:
     end_last_save(engine)
     tag = _common_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     folder, name = atomic.behind_link(Path(save_dir), tag)
@@ -246,8 +262,8 @@ def _save(
     latest = (Path(save_dir, "latest"), tag) if save_latest and (behind or dist.get_rank() == 0) else None
     parts = Parts(folder / hidden, folder / name, dist.get_rank(), makers, latest, lock)
     try:
+        state: CheckpointState = engine.optimizer.checkpoint_state
         with _streaming(engine) as writer:
-            state: CheckpointState = engine.optimizer.checkpoint_state
             _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
             result = saved(tag=hidden if folder == Path(save_dir) else os.fspath(folder / hidden), save_latest=False)
             _settle(writer.failure, str(folder / name), undo=parts.discard)

@@ -93,6 +93,7 @@ class CheckpointState:
         """While one runs that loads states, too: reads and checks them, given the module's file."""
         self._saved_shapes: Sequence[Mapping[str, Sequence[int]]] | None = None
         """By sub-group, as the checkpoint says that is being loaded; None if it does not."""
+        self.is_saving = False  # a call of save_checkpoint runs
         self._torn_weights = self._torn_moments = self._had_torn_moments = False
         """Some are a checkpoint's, and nobody knows of all that they are."""
 

@@ -29,10 +29,13 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from ds_fuyou.checkpoint.reading import naming
+from ds_fuyou.checkpoint.file_sums import compare_file
+from ds_fuyou.checkpoint.reading import is_archive, naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
+from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.memory import normal_tensors
 from ds_fuyou.zero.agreement import LoadMeetings
+from ds_fuyou.zero.run.neighbours import local_ranks
 from ds_fuyou.zero.saving.checkpoint_engine import end_last_save
 from ds_fuyou.zero.stage3 import FuyouStage3Optimizer
 
@@ -64,6 +67,8 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with normal_tensors():  # parameters that stay gathered are trained with
                 _find(self, call.arguments)
+                if not asked.get("load_optimizer_states", True):
+                    _look_at_weights(self, asked["load_dir"])
                 result = original(*call.args, **call.kwargs)
                 meetings.meet(is_there=result[0] is not None)
         except Exception as error:
@@ -82,6 +87,30 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_checkpoint
+
+
+def _look_at_weights(engine: Any, load_dir: str) -> None:
+    """Before weights alone are loaded: DeepSpeed makes those of the whole model in fp32 in every rank's host memory, of
+    the states of all ranks, past what compares files here. Each rank compares some of them.
+
+    Raises:
+        FuyouChecksumError: a file is not what was written.
+        FuyouStateError: there is no such memory.
+    """
+    latest, is_universal = Path(load_dir, "latest"), engine.load_universal_checkpoint()
+    if is_universal or not latest.is_file():
+        return
+    needed, free = 4 * engine.optimizer.rank_state.num_params * local_ranks(), available_host_bytes()
+    if needed > free:
+        raise FuyouStateError(
+            f"load_optimizer_states=False: DeepSpeed makes the weights in fp32 in host memory, {needed} bytes for the "
+            f"ranks of this machine, {free} are free; load with optimizer states, which are read chunk by chunk"
+        )
+    if engine.optimizer.rank_state.activation.config.checksum:
+        files = sorted(Path(load_dir, latest.read_text(encoding="utf-8").strip()).glob("*_optim_states.pt"))
+        for file in files[dist.get_rank() :: dist.get_world_size()]:
+            if is_archive(file):
+                compare_file(str(file), with_tensors=True)
 
 
 def _read_states(engine: Any, call: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
