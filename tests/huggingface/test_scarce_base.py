@@ -65,13 +65,16 @@ def test_it_comes_when_measured_steps_say_so(block: dict, stock: tuple[dict, dic
     case, expected = stock
     budget = 350_000 if case["world_size"] == 1 else 270_000
     tiers = {**AUTO, **block, "dram_budget_bytes": budget, "plan": {"chunk_bytes": 16384}}
-    do = [("train", 3), ("edit", "head.weight"), ("train", 2), ("roomy", 900_000), ("train", 2)]
+    do = [("train", 3), ("edit", "head.weight"), ("train", 2), ("roomy", 1_100_000), ("train", 2)]
     found = run(tmp_path, "ours", do, tiers=tiers, config=UNPLACED, **case)
     assert found["losses"] == expected["losses"]
     assert differences(expected, found) == []
     held, share = found["frozen"]
-    assert held["cpu"] > 10 * held["nvme"], "what is small, and stays gathered"
-    assert share > 0.9
+    if share == 0:  # as good: look-ahead memory has room for all of it
+        assert re.findall(r"storage ([\d.]+) GB/s read", found["output"])[-1] == "0.00"
+        return
+    assert held["cpu"] > 2 * held["nvme"], "what is small, and stays gathered, and what look-ahead memory holds"
+    assert share > 0.7
     ((now, before),) = re.findall(
         r"frozen parameters have moved in .* s: (\d+) % .* instead of (\d+) %", found["output"]
     )
