@@ -725,8 +725,9 @@ def test_asleep_nothing_is_on_the_device_and_nothing_is_pinned(
         del loss
         for at in ("in a step", "after it"):
             assert device.memory_allocated() - before > 100_000, "the model is gathered"
+            held = device.memory_reserved()
             for pin_memory in (True, False):
-                registered, held = dict(pinned), device.memory_reserved()
+                registered = dict(pinned)
                 engine.offload_states(pin_memory=pin_memory)
                 device.synchronize()  # memory that a stream still uses is not free
                 left = device.memory_allocated() - before

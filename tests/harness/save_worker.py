@@ -84,9 +84,9 @@ def failures(engine, case: dict, folder: Path) -> dict:
     class Calls:
         """Of the script, what comes while a checkpoint is written, as a signal does."""
 
-        def __getstate__(self) -> dict:
+        def __reduce__(self) -> tuple[type, tuple]:
             said["within"] = raised(lambda: engine.save_checkpoint(str(folder / "within")))
-            return {}
+            return dict, ()
 
     engine.save_checkpoint(str(folder / "outer"), client_state={"calls": Calls()})
     said["outer"] = (folder / "outer" / "latest").read_text()
