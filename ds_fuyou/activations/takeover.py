@@ -33,7 +33,7 @@ from ds_fuyou.activations.records import HeldBytes
 from ds_fuyou.activations.swapper import KeptTensor
 from ds_fuyou.log import log_once
 
-__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint", "directly", "modules_of"]
+__all__ = ["TORCH_POINTS", "CheckpointTakeover", "TakeoverPoint", "directly"]
 
 
 class TakeoverPoint:
@@ -98,7 +98,7 @@ def directly(function: Callable[..., Any], args: Sequence[Any]) -> Any:
         return function(*args)
 
 
-def modules_of(function: Any, depth: int = 3) -> list[nn.Module]:
+def _modules_of(function: Any, depth: int = 3) -> list[nn.Module]:
     """Modules that a region's function is known to call: itself, whose method it is, or what it was made with, which
     may be a function as well.
     """
@@ -113,7 +113,7 @@ def modules_of(function: Any, depth: int = 3) -> list[nn.Module]:
         for cell in getattr(function, "__closure__", None) or ():
             with suppress(ValueError):  # not filled yet
                 within.append(cell.cell_contents)
-    return [module for each in within for module in modules_of(each, depth - 1)]
+    return [module for each in within for module in _modules_of(each, depth - 1)]
 
 
 def _direct_generator(point: TakeoverPoint, original: Any) -> Callable[..., Generator[None, None, None]]:
@@ -222,7 +222,7 @@ class CheckpointTakeover:
             return False
         if self._only is None or self._depth > 0:
             return True
-        found = modules_of(function)
+        found = _modules_of(function)
         return not found or any(id(module) in self._only for each in found for module in each.modules())
 
     @contextmanager

@@ -13,15 +13,16 @@ import errno
 import os
 import zipfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from ds_fuyou.checkpoint.crc import crc32_of, crc32_of_both
-from ds_fuyou.checkpoint.reading import naming, record_begin
+from ds_fuyou.checkpoint.reading import is_archive, naming, record_begin
 from ds_fuyou.errors import FuyouChecksumError
 
-__all__ = ["FileSums", "Place", "compare_file"]
+__all__ = ["FileSums", "Place", "compare_archive", "compare_file"]
 
 _READ_BYTES = 1 << 20
 
@@ -100,6 +101,12 @@ def compare_file(path: str, *, with_tensors: bool) -> None:
                         pass
             except zipfile.BadZipFile as error:
                 raise _differs(path, info.filename, info.header_offset) from error
+
+
+def compare_archive(file: Path) -> None:
+    """As :func:`compare_file`, with tensors; a file of another format has no sums to compare with."""
+    if is_archive(file):
+        compare_file(str(file), with_tensors=True)
 
 
 def _records(place: Place) -> list[_Record]:

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from ds_fuyou.checkpoint.crc import sum_of_part
-from ds_fuyou.checkpoint.file_sums import compare_file
+from ds_fuyou.checkpoint.file_sums import compare_archive
 from ds_fuyou.checkpoint.mapped import check_readable
-from ds_fuyou.checkpoint.reading import is_archive, naming
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.training_record import TrainingRecord
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.storage.parked import HEAD_BYTES
@@ -82,9 +82,7 @@ class Like:
             FuyouStorageError: they cannot be read.
             FuyouChecksumError: the file is not what was written; the sums of the new one would be those of what it is.
         """
-        file = self._model_files[rank]
-        if is_archive(file):
-            compare_file(str(file), with_tensors=True)
+        compare_archive(self._model_files[rank])
         saved = _loaded(self._model_files[rank])
         fragments: dict[str, torch.Tensor] | None = saved.get("frozen_param_fragments")
         if not fragments:

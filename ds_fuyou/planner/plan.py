@@ -248,7 +248,7 @@ def lane_bytes(given: PlanInput, chunk_bytes: int) -> int:
     nothing = Residency(0.0, 0.0, 0.0, 0.0)
     least, in_use = minimum_lane_bytes(given, nothing, chunk_bytes), in_use_bytes(given, nothing)
     three = min(least + in_use // 2, given.dram_budget_bytes * 3 // 4)
-    wanted = min(_STAGING_BYTES + _most_read_bytes(in_use), given.dram_budget_bytes // 4)
+    wanted = min(_STAGING_BYTES + max(_PREFETCH_BYTES, _three_bytes(in_use)), given.dram_budget_bytes // 4)
     return max(least, three, wanted)
 
 
@@ -271,7 +271,7 @@ def built_plan(
     least_staging = max(0, minimum_lane_bytes(given, residency, chunk_bytes) - buffers - in_use)
     saves = save_bytes(given, chunk_bytes)
     left = given.dram_budget_bytes - resident_bytes(given, residency) - arena - buffers - saves
-    prefetch_bytes = max(in_use, min(max(most_prefetch_bytes(left), in_use * 3 // 2), left - least_staging))
+    prefetch_bytes = max(in_use, min(max(most_prefetch_bytes(left), _three_bytes(in_use)), left - least_staging))
     prefetch_bytes = overrides.get("prefetch_bytes", prefetch_bytes)
     most_staging = min(_STAGING_BYTES, left // 2, left - max(prefetch_bytes, in_use))
     staging_bytes = overrides.get("staging_bytes", max(least_staging, most_staging))
@@ -325,11 +325,11 @@ def most_prefetch_bytes(left_bytes: int) -> int:
     return min(_PREFETCH_BYTES, left_bytes // 4)
 
 
-def _most_read_bytes(in_use: int) -> int:
+def _three_bytes(in_use: int) -> int:
     """Host memory that parameters are read to: of the largest three, or a read could begin only when a copy to the
     device has ended (benchmarks/results/2026-11-30-read-memory.md).
     """
-    return max(_PREFETCH_BYTES, in_use * 3 // 2)
+    return in_use * 3 // 2
 
 
 def kept_param_bytes(given: PlanInput, residency: Residency, pool_bytes: int) -> int:

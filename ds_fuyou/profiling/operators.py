@@ -223,17 +223,14 @@ class OperatorRecorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._see_changes()  # the caller's, behind a block: what it was given cannot be saved for a recomputation
+        for block, counter, version in self._given:
+            if counter._version != version:
+                self.once.setdefault(block, "what it is given is changed in place, by itself or behind it")
         self._given.clear()
         self._made.clear()
         self._unseen = None
         self._current = self._outside
         self._module.clear()
-
-    def _see_changes(self) -> None:
-        for block, counter, version in self._given:
-            if counter._version != version:
-                self.once.setdefault(block, "what it is given is changed in place, by itself or behind it")
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -322,7 +319,6 @@ class OperatorRecorder(TorchDispatchMode):
                 for place in places:
                     self._current.outputs[place] = replace(self._current.outputs[place], call=None)
             self._current = self._outside
-            self._see_changes()
             if hooks:
                 hooks.pop().close()
 

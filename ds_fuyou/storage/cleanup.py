@@ -94,11 +94,16 @@ class StateDirectory:
     world_size: int = 0
 
     @property
+    def is_of_here(self) -> bool:
+        """Whether no process of another machine can be using it."""
+        return self.host in ("", os.uname().nodename) or not may_be_shared(self.path)
+
+    @property
     def why_not(self) -> str:
         """Why it must stay; empty if it may go."""
         if self.alive:
             return "in use by a running process, left alone"
-        if self.host not in ("", os.uname().nodename) and may_be_shared(self.path):
+        if not self.is_of_here:
             return f"made on {self.host}, whose processes nobody sees from here, left alone"
         return ""
 
@@ -176,7 +181,7 @@ def settle_stale(
             for state in find_state(path):
                 if state.alive:
                     continue
-                if clean and _may_clean(state, path, clean) and (only is None or state.path in only):
+                if clean and _may_clean(state, clean) and (only is None or state.path in only):
                     try:
                         remove_state(state)
                         logger.info("%s: %.1f MiB removed (on_stale)", state.path, state.num_bytes / 2**20)
@@ -195,10 +200,8 @@ def stale_bytes(paths: Sequence[Path]) -> int:
     return total
 
 
-def _may_clean(state: StateDirectory, path: Path, fingerprint: str) -> bool:
-    if state.kept or state.model_fingerprint != fingerprint:
-        return False
-    return state.host == os.uname().nodename or not may_be_shared(path)
+def _may_clean(state: StateDirectory, fingerprint: str) -> bool:
+    return not state.kept and state.model_fingerprint == fingerprint and state.is_of_here
 
 
 def _is_lost(state: StateDirectory) -> bool:

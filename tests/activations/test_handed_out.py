@@ -118,17 +118,17 @@ def _seen(*tensors: torch.Tensor | None) -> list[list[float]]:
     return [[] if tensor is None else tensor.detach().unique().tolist() for tensor in tensors]
 
 
+CASES: list[Case] = [
+    _in_three_micro_batches,
+    _in_three_backwards,
+    _of_two_leaves,
+    _with_a_history,
+    _of_two_leaves_with_a_history,
+]
+
+
 @pytest.mark.parametrize("late", [None, 1, 1000])
-@pytest.mark.parametrize(
-    "case",
-    [
-        _in_three_micro_batches,
-        _in_three_backwards,
-        _of_two_leaves,
-        _with_a_history,
-        _of_two_leaves_with_a_history,
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_gradient_is_no_memory_of_what_was_saved(case: Case, late: int | None, tmp_path: Path) -> None:
     plain = case(_Model(_Weighted.apply).train())
     model = _Model(_Weighted.apply).train()
@@ -138,16 +138,7 @@ def test_a_gradient_is_no_memory_of_what_was_saved(case: Case, late: int | None,
         assert at.swapper._handed == [], "backward has ended"
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        _in_three_micro_batches,
-        _in_three_backwards,
-        _of_two_leaves,
-        _with_a_history,
-        _of_two_leaves_with_a_history,
-    ],
-)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("is_small", [True, False])
 def test_a_gradient_is_no_memory_of_what_stayed(
     case: Case, is_small: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

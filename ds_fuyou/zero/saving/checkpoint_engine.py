@@ -228,16 +228,15 @@ def saving(original: Callable[..., Any]) -> Callable[..., Any]:
             saved = functools.partial(saved, client_state=client_state)
             if not streams:
                 return saved(tag=tag, save_latest=save_latest)
-            return _save(self, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
+            with _alone(self.optimizer.checkpoint_state):
+                return _save(self, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
 
     return save_checkpoint
 
 
-def _save(
-    engine: Any, saved: Callable[..., Any], save_dir: str, tag: Any, *, save_latest: bool, lacks_frozen: bool
-) -> Any:
-    """``saved``: stock's saving, of a tag."""
-    state: CheckpointState = engine.optimizer.checkpoint_state
+@contextmanager
+def _alone(state: CheckpointState) -> Iterator[None]:
+    """Raises FuyouStateError within another one."""
     if state.is_saving:
         raise FuyouStateError(
             "save_checkpoint() was called within save_checkpoint(), by a signal handler, say: let the handler set a "
@@ -245,14 +244,15 @@ def _save(
         )
     state.is_saving = True
     try:
-        return _saved(engine, saved, save_dir, tag, save_latest=save_latest, lacks_frozen=lacks_frozen)
+        yield
     finally:
         state.is_saving = False
 
 
-def _saved(
+def _save(
     engine: Any, saved: Callable[..., Any], save_dir: str, tag: Any, *, save_latest: bool, lacks_frozen: bool
 ) -> Any:
+    """``saved``: stock's saving, of a tag."""
     end_last_save(engine)
     tag = _common_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     folder, name = atomic.behind_link(Path(save_dir), tag)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_file
+from ds_fuyou.checkpoint.file_sums import FileSums, Place, compare_archive
 from ds_fuyou.checkpoint.mapped import MappedFiles, check_readable, copied
-from ds_fuyou.checkpoint.reading import is_archive, naming
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.checkpoint.stock_state import CLOCK_KEY, FLAT_GROUPS, OPTIMIZER_STATE, StateEntries, states_of
 from ds_fuyou.checkpoint.streamed_file import Clone, StandIns
 from ds_fuyou.errors import FuyouStateError
@@ -488,8 +488,8 @@ def read_universal_state(checkpoint_dir: str, *, compares: bool = True) -> dict[
     file = Path(checkpoint_dir, "zero", "optimizer_state.pt")
     if not file.is_file():
         raise FuyouStateError(f"{file} is missing: convert the checkpoint with ds_to_universal.py and load its output")
-    if compares and is_archive(file):
-        compare_file(str(file), with_tensors=True)
+    if compares:
+        compare_archive(file)
     with naming(file):
         saved: dict[str, Any] = torch.load(file, weights_only=False, mmap=True, map_location="cpu")
         return copied(saved, states_of(saved))
@@ -527,8 +527,8 @@ class UniversalReader:
         if key not in self._values:
             more = {"param": param} if self._by_param else {}
             folder = self._folder / self._name_of[param]
-            if self._compares and is_archive(folder / f"{key}.pt"):
-                compare_file(str(folder / f"{key}.pt"), with_tensors=True)
+            if self._compares:
+                compare_archive(folder / f"{key}.pt")
             with naming(folder / f"{key}.pt"):
                 values = self._read_partition(str(folder), key, **more)
             self._values[key] = values.view(-1).to(torch.float32)

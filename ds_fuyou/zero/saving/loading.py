@@ -29,8 +29,8 @@ from typing import Any
 
 from deepspeed import comm as dist
 
-from ds_fuyou.checkpoint.file_sums import compare_file
-from ds_fuyou.checkpoint.reading import is_archive, naming
+from ds_fuyou.checkpoint.file_sums import compare_archive
+from ds_fuyou.checkpoint.reading import naming
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.host.available_memory import available_host_bytes
 from ds_fuyou.host.memory import normal_tensors
@@ -67,8 +67,6 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with normal_tensors():  # parameters that stay gathered are trained with
                 _find(self, call.arguments)
-                if not asked.get("load_optimizer_states", True):
-                    _look_at_weights(self, asked["load_dir"])
                 result = original(*call.args, **call.kwargs)
                 meetings.meet(is_there=result[0] is not None)
         except Exception as error:
@@ -89,7 +87,7 @@ def loading(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _look_at_weights(engine: Any, load_dir: str) -> None:
+def _look_at_weights(engine: Any, folder: Path) -> None:
     """Before weights alone are loaded: DeepSpeed makes those of the whole model in fp32 in every rank's host memory, of
     the states of all ranks, past what compares files here. Each rank compares some of them.
 
@@ -97,9 +95,6 @@ def _look_at_weights(engine: Any, load_dir: str) -> None:
         FuyouChecksumError: a file is not what was written.
         FuyouStateError: there is no such memory.
     """
-    latest, is_universal = Path(load_dir, "latest"), engine.load_universal_checkpoint()
-    if is_universal or not latest.is_file():
-        return
     needed, free = 4 * engine.optimizer.rank_state.num_params * local_ranks(), available_host_bytes()
     if needed > free:
         raise FuyouStateError(
@@ -107,10 +102,8 @@ def _look_at_weights(engine: Any, load_dir: str) -> None:
             f"ranks of this machine, {free} are free; load with optimizer states, which are read chunk by chunk"
         )
     if engine.optimizer.rank_state.activation.config.checksum:
-        files = sorted(Path(load_dir, latest.read_text(encoding="utf-8").strip()).glob("*_optim_states.pt"))
-        for file in files[dist.get_rank() :: dist.get_world_size()]:
-            if is_archive(file):
-                compare_file(str(file), with_tensors=True)
+        for file in sorted(folder.glob("*_optim_states.pt"))[dist.get_rank() :: dist.get_world_size()]:
+            compare_archive(file)
 
 
 def _read_states(engine: Any, call: dict[str, Any], checkpoint: Mapping[str, Any]) -> None:
@@ -141,9 +134,11 @@ def _find(engine: Any, call: dict[str, Any]) -> None:
 
     Raises:
         FuyouStorageError: ``latest`` cannot be read, or is empty.
+        FuyouChecksumError, FuyouStateError: as :func:`_look_at_weights`, of weights alone.
     """
     tag, is_universal = call.get("tag"), engine.load_universal_checkpoint()
-    is_asked = tag is None or (not call.get("load_optimizer_states", True) and not is_universal)
+    takes_weights_alone = not call.get("load_optimizer_states", True) and not is_universal
+    is_asked = tag is None or takes_weights_alone
     latest = Path(call["load_dir"], "latest_universal" if is_universal else "latest")
     if not is_asked or not latest.is_file():
         return
@@ -165,3 +160,5 @@ def _find(engine: Any, call: dict[str, Any]) -> None:
             latest,
             str(tag),
         )
+    if takes_weights_alone:
+        _look_at_weights(engine, Path(call["load_dir"], named))
