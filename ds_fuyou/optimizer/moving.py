@@ -249,7 +249,7 @@ class ChunkMover:
         if not self._ends or self._target is not None or self._moving:  # what leaves needs the memory that it passes
             return
         if self._room is not None:  # through two chunks at a time every step is slow: that is worth a wait
-            self._core.wait_all()
+            self._core.return_lent()
         if self._core.staging.used_bytes:  # read ahead in vain, say: a later step will do
             return
         self._ends = False

@@ -26,7 +26,7 @@ from ds_fuyou.optimizer.residency import ChunkResidency
 from ds_fuyou.state_layout import SPLIT, WHOLE
 from ds_fuyou.storage import growing
 from ds_fuyou.storage.store import SlotStore
-from tests.harness.small_core import apply, backward, everything, hypers, small_core, step
+from tests.harness.small_core import apply, backward, everything, hypers, small_core, step, values
 
 LAYOUT = build_layout(
     [[(name, name, 3 * CUT_ELEMENTS, place) for place, name in enumerate("abcd", 1)], [("e", "e", 77, 0)]],
@@ -475,6 +475,24 @@ def test_what_is_lent_to_sums_leaves_staging_for_updates_of_states_that_leave(tm
             core.apply(hypers(layout), 1.0, expected_multiplier=1.0)
             assert core.pipeline.wait_durable(core.generation, 30.0)
             held.clear()
+
+
+def test_what_is_lent_to_sums_does_not_keep_staging_memory_small(tmp_path: Path) -> None:
+    """G16 of several micro-batches that lies in it is on storage when a step has ended, and has no use of it."""
+    stored = (False,) * NUM_CHUNKS
+    with small_core(tmp_path, LAYOUT, residency=(1.0, 0.95, 0.0)) as core:
+        away = replace(core.place.residency, states=stored)
+        room = [8 * max(core.place.job_bytes(chunk, away) for chunk in LAYOUT.chunks)]
+        core.mover.move_to(stored, 4 * STATE_BYTES, room=lambda: room[0])
+        for number in range(9):
+            if number == 1:
+                room[0] = 1 << 30
+            core.add_gradients([(span, values(span, number)) for span in LAYOUT.params], last=False)
+            core.end_micro_batch()
+            assert core.gradients.lent_bytes, "the case is there"
+            apply(core, number)
+        assert not in_memory(core)
+        assert core.staging.capacity_bytes == core.place.staging_bytes()
 
 
 def test_a_move_is_asked_for_between_steps(tmp_path: Path) -> None:
