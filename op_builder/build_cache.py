@@ -4,8 +4,10 @@
 [Note: one builder]
 Ranks of a job ask for the same library at once. Whoever gets the kernel's file lock builds, the others
 wait for the lock and then find the result. The kernel drops the lock with its holder, so a killed build
-leaves no lock behind, only a temporary directory, which the next builder removes. The finished
-directory is renamed into place, so that what has the final name is complete.
+leaves no lock behind, only a temporary directory, which the next builder removes. The finished directory
+is renamed into place, so that what has the final name is complete. Where locks are missing, or each
+machine's own (a home on a network), several build: the first one to publish has done it for all, and what
+changed within the hour is left alone.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ import signal
 import stat
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,14 +36,16 @@ from typing import TYPE_CHECKING
 from ds_fuyou.errors import FuyouBuildError
 from ds_fuyou.files import CACHE_VARIABLE, cache_path
 from ds_fuyou.log import get_logger
+from ds_fuyou.storage.probe import may_be_shared
 
 if TYPE_CHECKING:
     from ds_fuyou.op_builder.fuyou_core import CompilePlan
 
-__all__ = ["build_cached", "cache_directory", "cache_key", "missing_tool", "remembered"]
+__all__ = ["build_cached", "cache_directory", "cache_key", "find_built", "missing_tool", "remembered"]
 
 JOBS_VARIABLE = "MAX_JOBS"
 _LAST_LINES = 40
+_ABANDONED_SECS = 3600.0
 MOST_KEPT = 16  # builds: one for each environment and version, 5 MB each
 
 
@@ -51,7 +57,8 @@ def cache_directory(*, writes: bool = True) -> Path:
     """
     path = cache_path()
     try:
-        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        named = CACHE_VARIABLE in os.environ  # root may build for others, who only read
+        path.mkdir(parents=True, exist_ok=True, mode=0o755 if named else 0o700)
         found = path.stat()
     except OSError as error:
         raise FuyouBuildError(
@@ -90,6 +97,11 @@ def _is_there(library: Path) -> bool:
         parts = (library.parent.lstat(), library.lstat())
     except FileNotFoundError:
         return False
+    except OSError as error:
+        raise FuyouBuildError(
+            f"the built core {library} must be readable by this user (id {os.geteuid()}): {error}. Make its folder so, "
+            f"or set {CACHE_VARIABLE} to another directory"
+        ) from error
     if not all(_is_private(part) for part in parts) or not stat.S_ISREG(parts[1].st_mode):
         raise FuyouBuildError(
             f"the built core {library} must be a file that this user (id {os.geteuid()}) alone can have written, in a "
@@ -102,16 +114,15 @@ def _is_there(library: Path) -> bool:
 def remembered(name: str, compute: Callable[[], list[str]]) -> list[str]:
     """The words `compute` gives, kept in the file `name` of the cache after the first time."""
     path = cache_directory(writes=False) / name
-    try:
+    with contextlib.suppress(OSError):  # it is not there, or for another user alone
         if _is_private(path.lstat()):  # the words become arguments of the compiler
             return path.read_text(encoding="utf-8").split()
-    except FileNotFoundError:
-        pass
     words = compute()
     if not os.access(path.parent, os.W_OK):
         return words
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         file.write(" ".join(words))
+    os.chmod(file.name, 0o644)
     os.replace(file.name, path)
     return words
 
@@ -132,6 +143,12 @@ def cache_key(plan: CompilePlan) -> str:
     return digest.hexdigest()[:20]
 
 
+def find_built(name: str, plan: CompilePlan) -> Path | None:
+    """The library ``name.so`` for `plan` if the cache has it. Raises FuyouBuildError if it cannot be used."""
+    library = cache_directory(writes=False) / f"{name}-{cache_key(plan)}" / f"{name}.so"
+    return library if _is_there(library) else None
+
+
 def build_cached(name: str, plan: CompilePlan) -> Path:
     """Path of the library ``name.so`` for `plan`, building it when the cache has none.
 
@@ -139,31 +156,57 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
         FuyouBuildError: no compiler or ninja, a compile error (with the compiler's last lines), or a
             cache directory that cannot be used.
     """
-    cache = cache_directory(writes=False)
+    found = find_built(name, plan)
+    if found is not None:
+        with contextlib.suppress(OSError):  # of another user: root's, say
+            os.utime(found.parent)
+        return found
+    cache = cache_directory()
     label = f"{name}-{cache_key(plan)}"
     library = cache / label / f"{name}.so"
-    if _is_there(library):
-        with contextlib.suppress(OSError):  # of another user: root's, say
-            os.utime(library.parent)
-        return library
-    cache_directory()
-    with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}"):
+    with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}") as is_locked:
         if _is_there(library):
             return library
         for leftover in cache.glob(f".build-{label}-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+            if _is_left(leftover, is_locked=is_locked):
+                shutil.rmtree(leftover, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix=f".build-{label}-", dir=cache))
         try:
             _compile(name, plan, work)
             built = work / library.name
             built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # the linker follows the umask
-            shutil.rmtree(library.parent, ignore_errors=True)
-            os.rename(work, library.parent)
+            work.chmod(0o755)
+            _publish(work, library)
         finally:
             shutil.rmtree(work, ignore_errors=True)
         with contextlib.suppress(OSError):  # another process does the same
             _drop_old(name, cache)
     return library
+
+
+def _publish(work: Path, library: Path) -> None:
+    """What another machine has published meanwhile is as good, and may be in use."""
+    if _is_there(library):
+        return
+    shutil.rmtree(library.parent, ignore_errors=True)
+    try:
+        os.rename(work, library.parent)
+    except OSError:
+        if not _is_there(library):
+            raise
+
+
+def _is_left(work: Path, *, is_locked: bool) -> bool:
+    """Whether nobody builds any more in a folder whose lock this process has, or could not take. On a network locks may
+    be each machine's own, so there, too, what changed of late is left alone.
+    """
+    if is_locked and not may_be_shared(work.parent):
+        return True
+    try:
+        newest = max(path.stat().st_mtime for path in (work, *work.iterdir()))
+    except OSError:  # it goes
+        return False
+    return time.time() - newest > _ABANDONED_SECS
 
 
 def _drop_old(name: str, cache: Path) -> None:
@@ -176,14 +219,18 @@ def _drop_old(name: str, cache: Path) -> None:
         with contextlib.suppress(OSError), open(cache / f"{label}.lock", "a", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody builds it
             for path in paths:
-                shutil.rmtree(path, ignore_errors=True)
+                if not path.name.startswith(".build-") or _is_left(path, is_locked=True):
+                    shutil.rmtree(path, ignore_errors=True)
             if not (cache / label).exists():
                 os.unlink(lock.name)
 
 
 @contextmanager
-def _lock(path: Path, awaited: str) -> Iterator[None]:
-    """Holds the kernel's lock on `path`; says what it waits for if another process has it."""
+def _lock(path: Path, awaited: str) -> Iterator[bool]:
+    """Holds the kernel's lock on `path`; says what it waits for if another process has it. False where the file system
+    has no locks: there everybody builds, and one of them publishes first.
+    """
+    is_locked = True
     with open(path, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -192,18 +239,24 @@ def _lock(path: Path, awaited: str) -> Iterator[None]:
             holder = file.read().strip() or "unknown"
             get_logger().info("process %d waits for %s by process %s", os.getpid(), awaited, holder)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            is_locked = False
+            get_logger().info("%s has no locks (%s): it is not waited for %s", path.parent, error.strerror, awaited)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield is_locked
 
 
 def missing_tool(compiler: str) -> str | None:
     """What is missing to build, with the fix; None when nothing is."""
-    if shutil.which(shlex.split(compiler)[0]) is None:
+    if shutil.which((shlex.split(compiler) or [""])[0]) is None:
         return f"a C++ compiler ({compiler!r} is not on PATH): install g++ or clang, or set CXX"
     if _ninja() is None:
         return "ninja: pip install ninja"
+    headers = sysconfig.get_paths()["include"]
+    if not os.path.isfile(os.path.join(headers, "Python.h")):
+        return f"Python's headers (no Python.h in {headers}): install python3-dev, or python3-devel"
     return None
 
 

@@ -140,6 +140,7 @@ class FuyouCoreBuilder:
                 f"torch {torch.__version__}",
                 f"python {sysconfig.get_config_var('SOABI')}",
                 f"deepspeed {deepspeed.__version__}",
+                f"libc {' '.join(platform.libc_ver())}",
                 f"cpu {platform.machine()} {_cpu_level()}",
             ),
         )
@@ -154,6 +155,13 @@ class FuyouCoreBuilder:
 
         library: Path = build_cache.build_cached(self.name, self.compile_plan())
         return library
+
+    def built(self) -> Path | None:
+        """The library in the cache; None where :meth:`build` would compile it. Raises as that."""
+        from ds_fuyou.op_builder import build_cache
+
+        found: Path | None = build_cache.find_built(self.name, self.compile_plan())
+        return found
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Builds if need be and imports the extension; one module object a process and name."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import os
 import signal
@@ -278,6 +279,74 @@ def test_old_builds_and_what_killed_ones_left_go(csrc: Path, monkeypatch: pytest
     os.utime(library.parent, (0, 0))
     builder(csrc).build()
     assert library.parent.stat().st_mtime > 1e9  # used now
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_without_locks_everybody_builds_and_the_first_one_publishes(
+    number: int, csrc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre without ``flock``, NFS without its daemon."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    compile_here, theirs = build_cache._compile, list[int]()
+
+    def beside_another(name: str, plan: object, work: Path) -> None:
+        compile_here(name, plan, work)
+        if not theirs:
+            theirs.append(0)
+            theirs[0] = builder(csrc).build().stat().st_ino
+
+    monkeypatch.setattr(build_cache, "_compile", beside_another)
+    library = builder(csrc).build()
+    assert library.stat().st_ino == theirs[0], "another one may have it in use"
+    assert not list(library.parents[1].glob(".build-*"))
+
+
+def test_on_a_network_what_another_machine_may_be_building_is_left_alone(
+    csrc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_cache, "may_be_shared", lambda _: True)
+    cache = build_cache.cache_directory()
+    label = f"tiny-{build_cache.cache_key(builder(csrc).compile_plan())}"
+    works = [cache / f".build-{label}-{age}" for age in ("new", "old")]
+    for work in works:
+        work.mkdir()
+        (work / "object.o").touch()
+    for path in (works[1], works[1] / "object.o"):
+        os.utime(path, (1.0, 1.0))
+    builder(csrc).build()
+    assert [work.exists() for work in works] == [True, False]
+
+
+def test_what_root_builds_others_use(csrc: Path) -> None:
+    """An image whose recipe runs ``fuyou build``, and whose user is another one."""
+    before = os.umask(0o022)
+    try:
+        library = builder(csrc).build()
+        build_cache.remembered("words", lambda: ["-O3"])
+    finally:
+        os.umask(before)
+    cache = library.parents[1]
+    for path, mode in ((cache, 0o755), (library.parent, 0o755), (library, 0o644), (cache / "words", 0o644)):
+        assert path.stat().st_mode & mode == mode, path
+
+
+def test_what_was_built_for_its_builder_alone_is_named(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, look = builder(csrc).build(), Path.lstat
+    assert build_cache.remembered("words", lambda: ["-O3"]) == ["-O3"]
+
+    def hidden(path: Path) -> os.stat_result:
+        if path.name in ("tiny.so", "words"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return look(path)
+
+    monkeypatch.setattr(Path, "lstat", hidden)
+    with pytest.raises(FuyouBuildError, match=rf"{library} must be readable by this user .* or set FUYOU_CACHE"):
+        builder(csrc).build()
+    assert build_cache.remembered("words", lambda: ["-O2"]) == ["-O2"], "computed, and used by this process"
 
 
 def test_an_interrupt_ends_the_compilers(csrc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,10 +157,15 @@ def test_a_start_removes_what_one_left_that_was_killed_while_it_looked(taken: Pa
 
 
 @pytest.mark.usefixtures("file_locks")
+@pytest.mark.parametrize("namespace", ["the first", "another"])
 def test_it_waits_until_nobody_can_have_it_any_more(
-    taken: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    namespace: str, taken: Path, told: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stock_operators, "_SURE_SECS", 1.0)
+    """Longer where other containers' processes cannot be seen, which may build an operator once more."""
+    is_first = namespace == "the first"
+    here = os.readlink("/proc/self/ns/pid")
+    monkeypatch.setattr(stock_operators, "_FIRST_PROCESSES", here if is_first else "pid:[1]")
+    monkeypatch.setattr(stock_operators, "_SURE_SECS" if is_first else "_SURE_SECS_IN_CONTAINER", 1.0)
     taken.touch()
     begin = taken.stat().st_mtime
     tell()
