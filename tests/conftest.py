@@ -81,7 +81,13 @@ def only_rank() -> Iterator[None]:
 @pytest.fixture
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
     """No launcher says how many ranks this machine has."""
-    sizes = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+    sizes = (
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "MPI_LOCALNRANKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+    )
     for name in (*sizes, "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 

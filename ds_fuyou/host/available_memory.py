@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -127,34 +127,36 @@ def _groups(root: Path) -> Iterator[MemoryLimit]:
     for line in lines:
         _, controllers, name = line.split(":", 2)
         if controllers == "":
-            names = ("sys/fs/cgroup", "memory.max", "memory.current", "")
+            mount, usage_file, of_all = "sys/fs/cgroup", "memory.current", ""
+            limits = ["memory.max", "memory.high"]  # above the second one it becomes slow
         elif "memory" in controllers.split(","):
-            names = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            mount, usage_file, of_all = "sys/fs/cgroup/memory", "memory.usage_in_bytes", "total_"
+            limits = ["memory.limit_in_bytes"]
         else:
             continue
-        mount, limit_file, usage_file, of_all = names
         group = PurePosixPath(name)
         for parent in (group, *group.parents):
-            found = _limited(root / mount / str(parent).lstrip("/"), limit_file, usage_file, of_all)
+            found = _limited(root / mount / str(parent).lstrip("/"), limits, usage_file, of_all)
             if found is not None:
                 yield found
 
 
-def _limited(folder: Path, limit_file: str, usage_file: str, of_all: str) -> MemoryLimit | None:
-    """None where the group sets no limit or is not visible (inside a container, say).
+def _limited(folder: Path, limits: Sequence[str], usage_file: str, of_all: str) -> MemoryLimit | None:
+    """The least of some limits; None where the group sets none or is not visible (inside a container, say).
     ``of_all``: before the names of numbers that count groups inside of it, too.
     """
     try:
-        limit_text = (folder / limit_file).read_text(encoding="ascii").strip()
+        texts = [(folder / name).read_text(encoding="ascii").strip() for name in limits if (folder / name).exists()]
         used = int((folder / usage_file).read_text(encoding="ascii"))
         stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
         named = folder.stat()
     except OSError:
         return None
-    if limit_text == "max" or int(limit_text) >= _UNLIMITED:
+    limit = min((int(text) for text in texts if text != "max"), default=_UNLIMITED)
+    if limit >= _UNLIMITED:
         return None
     numbers = {name: int(value) for name, value in (line.split() for line in stat)}
     names = ("inactive_file", "active_file", _MAPPED[of_all])
     inactive, active, mapped = (numbers.get(of_all + name, 0) for name in names)
-    free = int(limit_text) - used + inactive + max(0, active - mapped)  # file pages are taken back
-    return MemoryLimit((named.st_dev, named.st_ino), int(limit_text), free)
+    free = limit - used + inactive + max(0, active - mapped)  # file pages are taken back
+    return MemoryLimit((named.st_dev, named.st_ino), limit, free)

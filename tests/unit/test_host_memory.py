@@ -66,6 +66,18 @@ def test_the_tightest_parent_holds_and_its_cache_counts_as_free(tmp_path: Path) 
     assert total_host_bytes(tmp_path) == 6 * GIB
 
 
+@pytest.mark.parametrize(("most", "high", "left"), [("max", 6, 3), (8, 6, 3), (6, 8, 3), (6, "max", 3)])
+def test_above_the_bound_that_slows_nothing_is_free(
+    most: int | str, high: int | str, left: int, tmp_path: Path
+) -> None:
+    """``memory.high``: who goes above it is not killed, and waits for memory to be taken back."""
+    tree(tmp_path, 8 * GIB, "0::/job\n")
+    limit, bound = (str(value * GIB) if isinstance(value, int) else value for value in (most, high))
+    group(tmp_path / "sys/fs/cgroup/job", V2, limit, 5 * GIB, 2 * GIB)
+    (tmp_path / "sys/fs/cgroup/job/memory.high").write_text(f"{bound}\n")
+    assert available_host_bytes(tmp_path) == left * GIB
+
+
 def test_limits_are_named_alike_wherever_they_are_seen(tmp_path: Path) -> None:
     """A container sees its own group as the root of all."""
     tree(tmp_path, 8 * GIB, "0::/job/task\n")

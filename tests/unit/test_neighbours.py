@@ -61,7 +61,9 @@ def parts_gib() -> tuple[int, int]:
         ({}, 1),
         ({"LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun
         ({"LOCAL_SIZE": "8", "LOCAL_RANK": "0"}, 8),  # deepspeed
-        ({"SLURM_NTASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 4),
+        ({"SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1"}, 1),  # of the job, and of this srun
+        ({"SLURM_NTASKS_PER_NODE": "8"}, 1),  # a script in a job's own shell
         ({"LOCAL_RANK": "3"}, 4),  # who knows: the last rank of the machine, and the least budget of all counts
     ],
 )
@@ -73,7 +75,7 @@ def test_the_launcher_says_how_many_share_the_machine(
     assert local_ranks() == ranks
 
 
-@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", "SLURM_NTASKS_PER_NODE": "1"}, {}])
+@pytest.mark.parametrize("variables", [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}, {}])
 def test_ranks_that_no_launcher_counts_are_counted(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's actors are all told that they are the first; a script under Slurm may start ranks by itself."""
     for name, value in variables.items():

@@ -34,7 +34,7 @@ _LOCAL_SIZES = (
     "LOCAL_SIZE",  # deepspeed
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
+    "SLURM_STEP_TASKS_PER_NODE",  # of this srun; the job's own number is also there for what it runs by itself
 )
 
 
