@@ -32,6 +32,7 @@ __all__ = ["add_arguments", "compare", "explanation", "nearness", "run"]
 
 Results = list[dict[str, Any]]
 _PATIENCE_SECS = 5.0
+_GRACE_SECS = 15.0  # for a launcher that is told to end
 _NEAR = {"losses": 0.05, "parameter": 0.02, "fp32 value": 0.02}
 """Departures, by their sizes, that a few steps with rounded moments may make."""
 
@@ -176,7 +177,9 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], timeout: float) -> int:
-    """Runs the command in a process group of its own, so that a launcher's ranks end with it."""
+    """Runs the command in a process group of its own, so that a launcher's ranks end with it; torchrun's, which have
+    groups of their own, by its hand.
+    """
     with starting_threads():
         process = subprocess.Popen(
             list(command), env={**os.environ, **recording}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -184,9 +187,14 @@ def _status(command: Sequence[str], recording: dict[str, str], log: IO[bytes], t
     try:
         return process.wait(timeout)
     except BaseException:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        try:
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(_GRACE_SECS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         raise
 
 

@@ -181,6 +181,33 @@ def test_mistakes_are_said_in_one_message(arguments: list[str], message: str, ca
     assert message in capfd.readouterr().err
 
 
+LAUNCHER = """
+import os, pathlib, signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(rank.pid))
+signal.signal(signal.SIGTERM, lambda *_: (os.kill(rank.pid, 9), os.waitpid(rank.pid, 0), os._exit(1)))
+rank.wait()
+"""
+
+
+def test_a_launcher_ends_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """torchrun's have sessions of their own: nobody else knows them."""
+    known = tmp_path / "rank"
+    assert main(["verify", "--timeout", "5", "--", sys.executable, "-c", LAUNCHER, str(known)]) == 2
+    assert "longer than --timeout" in capfd.readouterr().err
+    assert not Path(f"/proc/{known.read_text()}").exists()
+
+
+def test_a_launcher_that_does_not_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(verify, "_GRACE_SECS", 0.2)
+    deaf = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    deaf += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    assert main(["verify", "--timeout", "5", "--", sys.executable, "-c", deaf]) == 2
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+
+
 def test_a_failing_script_shows_its_own_error(config: str, capfd: pytest.CaptureFixture) -> None:
     assert main(["verify", "--", sys.executable, SCRIPT, config, "--failing"]) == 2
     assert "the script's own mistake" in capfd.readouterr().err
