@@ -264,9 +264,9 @@ def check() -> None:
     Raises:
         FuyouCompatError: DeepSpeed or torch is too old, or a name or parameter is missing.
     """
-    version = _installed("deepspeed")
+    version = installed_version("deepspeed")
     off = problems()
-    torch_version = _installed("torch")
+    torch_version = installed_version("torch")
     if _number(torch_version) < _number(OLDEST_TORCH):
         off.insert(0, f"torch is {torch_version}, must be {OLDEST_TORCH} or newer")
     if _number(version) < _number(OLDEST):
@@ -318,7 +318,8 @@ def _problem(name: RequiredName) -> str | None:
     return f"lacks the parameters {', '.join(missing)}" if missing else None
 
 
-def _installed(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
+    """Also of one that lies on the path without metadata. Raises ImportError if there is none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

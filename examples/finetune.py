@@ -87,8 +87,9 @@ def main() -> None:
         ids = torch.stack([data[s : s + args.length + 1] for s in starts]).to(engine.device)
         loss = engine(ids)
         engine.backward(loss)
+        is_last = engine.is_gradient_accumulation_boundary()
         engine.step()
-        if engine.is_gradient_accumulation_boundary() and torch.distributed.get_rank() == 0:
+        if is_last and torch.distributed.get_rank() == 0:
             now = time.perf_counter()
             tokens = batch * args.length * torch.distributed.get_world_size() * engine.gradient_accumulation_steps()
             print(

@@ -52,8 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
     if left:
         raise FuyouBuildError(stock_operators.told_of_locks(left))
     missing = stock_operators.operators_to_compile(arguments.optimizer)
-    for name in stock_operators.compile_operators(arguments.optimizer):
-        note = "compiling, a minute or two" if name in missing else "there"
-        sys.stdout.write(f"DeepSpeed's {name} in {directory}: {note}\n")
-        sys.stdout.flush()
+    try:
+        for name in stock_operators.compile_operators(arguments.optimizer):
+            note = "compiling, a minute or two" if name in missing else "there"
+            sys.stdout.write(f"DeepSpeed's {name} in {directory}: {note}\n")
+            sys.stdout.flush()
+    except (RuntimeError, ImportError) as error:  # of torch's builder: no ninja, no compiler, a compile error
+        raise FuyouBuildError(f"DeepSpeed's operators could not be compiled in {directory}: {error}") from error
     return 0

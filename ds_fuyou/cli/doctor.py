@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import importlib.metadata
 import itertools
 import os
 import resource
@@ -21,7 +20,7 @@ from ds_fuyou.cli.ds_config import read_ds_file
 from ds_fuyou.cli.finding import Finding, path_finding
 from ds_fuyou.cli.machine_options import add_adapter_options, model_from
 from ds_fuyou.ds_json import section_of
-from ds_fuyou.errors import FuyouConfigError, FuyouError
+from ds_fuyou.errors import FuyouBuildError, FuyouConfigError, FuyouError
 from ds_fuyou.libc import libc
 from ds_fuyou.planner.model import ModelSpec
 
@@ -114,17 +113,24 @@ def _hook() -> Finding:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 0:
         return Finding("hook", "a script that imports torch and DeepSpeed sees the fuyou block")
-    if os.environ.get("DS_FUYOU_DISABLE", "0") not in ("", "0"):
+    if _is_disabled():
         return Finding("hook", "switched off by DS_FUYOU_DISABLE", ok=False, fix="unset DS_FUYOU_DISABLE")
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+    autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
+    if autoload != "1":
         fix = "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or launch with: deepspeed --module ds_fuyou SCRIPT"
-        return Finding("hook", "switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0", ok=False, fix=fix)
+        return Finding("hook", f"switched off by TORCH_DEVICE_BACKEND_AUTOLOAD={autoload}", ok=False, fix=fix)
     last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     return Finding("hook", f"not live: {last}", ok=False, fix=REINSTALL)
 
 
+def _is_disabled() -> bool:
+    return os.environ.get("DS_FUYOU_DISABLE", "0") not in ("", "0")
+
+
 def _other_ways() -> Finding:
     """The two ways that work without torch's plugin loading: an import in the script, and ``--module ds_fuyou``."""
+    if _is_disabled():
+        return Finding("without plugin loading", "not looked at: DS_FUYOU_DISABLE is set")
     check = (
         "import deepspeed, sys; plugin = sys.modules.get('ds_fuyou.plugin'); "
         "sys.exit(not (plugin and plugin.is_installed()))"
@@ -156,7 +162,7 @@ def _other_ways() -> Finding:
 def _versions() -> Finding:
     from ds_fuyou import compat
 
-    found = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("deepspeed", "torch"))
+    found = ", ".join(f"{name} {compat.installed_version(name)}" for name in ("deepspeed", "torch"))
     compat.check()
     return Finding("versions", found)
 
@@ -164,14 +170,22 @@ def _versions() -> Finding:
 def _compiler() -> Finding:
     from ds_fuyou.ops.core import builder_module
 
-    builder_module()
+    builder = builder_module().FuyouCoreBuilder()
     from ds_fuyou.op_builder import build_cache
 
     command = os.environ.get("CXX") or "c++"
     missing = build_cache.missing_tool(command)
+    try:
+        built = builder.built()
+        if built is not None:
+            note = f"{command}; " if missing is None else "none is needed; "
+            return Finding("compiler", f"{note}the core is built, in {built.parent.parent}")
+        cache = build_cache.cache_directory()
+    except FuyouBuildError as error:
+        return Finding("compiler", "the core cannot be built", ok=False, fix=str(error))
     if missing:
         return Finding("compiler", "incomplete", ok=False, fix=missing)
-    return Finding("compiler", f"{command}; cache {build_cache.cache_directory()}")
+    return Finding("compiler", f"{command}; cache {cache}")
 
 
 def _io_uring() -> Finding:

@@ -152,5 +152,5 @@ def _write(path: Path, text: str) -> None:
     with replacing(path) as part:
         with part.open("w", encoding="utf-8", newline="") as file:
             file.write(text)
-        if path.exists():
+        if part != path and path.exists():
             shutil.copymode(path, part)

@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             choose(Workload(models[0], arguments.batch, arguments.seq), machine, policy)
         except FuyouConfigError as error:
-            sys.stdout.write(f"none of {', '.join(m.name for m in models)} trains: {error}\n")
+            why = f"none of {', '.join(m.name for m in models)} trains: {error}"
+            sys.stdout.write(f"{json.dumps({'model': None, 'why': why}) if arguments.json else why}\n")
         return 1
     chosen = try_choose(Workload(found, arguments.batch, arguments.seq), machine, policy)
     rate = chosen.tokens_per_s if isinstance(chosen, Chosen) else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ssd is not None:
         ssd = find_ssd(arguments.ssd)
         endurance = Endurance(f"{arguments.num_ssds} x {ssd.name}", arguments.num_ssds * ssd.endurance_bytes)
-    page = arguments.out or arguments.trace.with_suffix(".html")
+    page = arguments.out or _beside(arguments.trace, ".html")
     if page.resolve() == arguments.trace.resolve():
         raise FuyouConfigError(f"--out {page} must not be the trace itself")
     title = f"Lanes of {arguments.trace.name}"
@@ -63,10 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     from ds_fuyou.telemetry.picture import draw_png
 
-    picture = page.with_suffix(".png")
+    picture = page.with_suffix(".png") if arguments.out else _beside(arguments.trace, ".png")
     draw_png(picture, title, content, sums)
     sys.stdout.write(f"picture: {picture}\n")
     return 0
+
+
+def _beside(trace: Path, suffix: str) -> Path:
+    """``trace.json`` → ``trace.html``, and ``trace.json.rank1``, another rank's, → ``trace.rank1.html``."""
+    if not re.fullmatch(r"\.rank\d+", trace.suffix):
+        return trace.with_suffix(suffix)
+    return trace.with_suffix("").with_suffix(trace.suffix + suffix)
 
 
 def _planned(path: Path) -> dict[str, float]:

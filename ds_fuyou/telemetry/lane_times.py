@@ -38,7 +38,8 @@ class Span:
 @dataclass(frozen=True)
 class TraceContent:
     """Spans of the smallest rank in the file, lanes in their order there; ``tiers``: (seconds, bytes by tier);
-    ``planned``: seconds of a step by lane that the run itself predicted, empty if it did not.
+    ``planned``: seconds of a step by lane that the run itself predicted, empty if it did not; ``num_writers``: ranks
+    of its machine, which write as much each.
     """
 
     spans: tuple[Span, ...]
@@ -47,6 +48,7 @@ class TraceContent:
     num_ranks: int
     num_dropped: int
     planned: Mapping[str, float] = field(default_factory=dict)
+    num_writers: int = 1
 
     @property
     def num_steps(self) -> int:
@@ -104,7 +106,8 @@ def content_of(data: object) -> TraceContent:
         if not isinstance(other, Mapping):
             raise _Wrong(f"otherData must be an object, found {shown(other, 60)}")
         content = _content(events, int(_finite("otherData", "dropped_spans", other.get("dropped_spans", 0))))
-        return replace(content, planned=_planned(other.get("planned_secs", {})))
+        writers = max(1, int(_finite("otherData", "ranks", other.get("ranks", 1))))
+        return replace(content, planned=_planned(other.get("planned_secs", {})), num_writers=writers)
     except _Wrong as wrong:
         raise FuyouConfigError(str(wrong)) from None
 

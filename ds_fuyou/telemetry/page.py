@@ -212,8 +212,9 @@ def _endurance(content: TraceContent, sums: Sequence[LaneSum], endurance: Endura
     written = next((lane.num_bytes for lane in sums if lane.lane == "storage write"), 0.0) / content.num_steps
     if written <= 0:
         return '<p class="note">The trace does not say how many bytes were written to storage.</p>'
-    text = f"<p>{written / 1e9:.3f} GB written to storage a step"
+    ranks = "" if content.num_writers == 1 else f" by each of {content.num_writers} ranks of the machine"
+    text = f"<p>{written / 1e9:.3f} GB written to storage a step{ranks}"
     if endurance is None or endurance.rated_bytes <= 0:
         return text + ". Name the SSDs (--ssd, --num-ssds) to see what that means.</p>"
-    days = endurance.rated_bytes / written * content.secs / content.num_steps / 86400
+    days = endurance.rated_bytes / (content.num_writers * written) * content.secs / content.num_steps / 86400
     return text + f"; without a pause the rated writes of {html.escape(endurance.name)} last {days:,.0f} days.</p>"

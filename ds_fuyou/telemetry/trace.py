@@ -70,6 +70,7 @@ class LaneTrace:
         self._counts = array("d")
         self._tiers: tuple[str, ...] = ()
         self._plan: Mapping[str, float] = {}
+        self._num_ranks = 1
         self._max_spans = max_spans
         self._origin_ns = time.perf_counter_ns()
         self._pid = os.getpid()
@@ -113,9 +114,11 @@ class LaneTrace:
                 (time.perf_counter_ns() - self._origin_ns, *map(bytes_by_tier.__getitem__, self._tiers))
             )
 
-    def planned(self, lane_secs: Mapping[str, float]) -> None:
-        """Predicted seconds of a step by lane (and "iteration"), for the report; the last ones are kept."""
-        self._plan = lane_secs
+    def planned(self, lane_secs: Mapping[str, float], num_ranks: int) -> None:
+        """Predicted seconds of a step by lane (and "iteration"), and how many ranks share the machine's storage, for
+        the report; the last ones are kept.
+        """
+        self._plan, self._num_ranks = lane_secs, num_ranks
 
     @contextmanager
     def span(self, lane: Lane, name: str) -> Iterator[None]:
@@ -171,7 +174,7 @@ class LaneTrace:
                 return
             self._closed = True
         self._forget()
-        other = {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan)}
+        other = {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan), "ranks": self._num_ranks}
         try:
             with self.path.open("w", encoding="utf-8") as file:
                 file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [')

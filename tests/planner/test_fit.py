@@ -68,6 +68,13 @@ def test_where_the_device_is_the_host_an_arena_is_planned_if_a_run_has_one(
     assert (found.plan.activation_bytes > 0) == swaps
 
 
+def test_no_model_is_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["max-model", "--dram-gb", "1", "--ssd-tb", "0.01", "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["model"] is None
+    assert "trains" in shown["why"]
+
+
 def test_the_largest_model_is_one_that_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     for means in (["--dram-gb", "16", "--ssd-tb", "0.3"], ["--dram-gb", "192", "--num-ssds", "2", "--ssd-tb", "0.2"]):
         assert main(["max-model", *means, "--json"]) == 0

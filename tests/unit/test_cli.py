@@ -6,6 +6,8 @@ import dataclasses
 import os
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -14,6 +16,7 @@ import pytest
 from ds_fuyou.cli import doctor, main
 from ds_fuyou.cli.main import COMMANDS
 from ds_fuyou.errors import FuyouBuildError
+from ds_fuyou.ops.core import builder_module
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -173,6 +176,7 @@ def test_doctor_reports_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, caps
     [
         ("DS_FUYOU_DISABLE", "1", "unset DS_FUYOU_DISABLE"),
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0", "deepspeed --module ds_fuyou SCRIPT"),
+        ("TORCH_DEVICE_BACKEND_AUTOLOAD", "false", "deepspeed --module ds_fuyou SCRIPT"),
     ],
 )
 def test_doctor_says_why_the_hook_is_not_live(
@@ -194,6 +198,8 @@ def test_doctor_tries_the_ways_without_plugin_loading(monkeypatch: pytest.Monkey
     assert "import ds_fuyou" in finding.found
     assert "deepspeed --module ds_fuyou" in finding.found
     monkeypatch.setenv("DS_FUYOU_DISABLE", "1")
+    assert doctor._other_ways().ok, "the hook's own check says it"
+    monkeypatch.setattr(doctor, "_is_disabled", lambda: False)
     finding = doctor._other_ways()
     assert not finding.ok
     assert "not live: import ds_fuyou, deepspeed --module ds_fuyou" in finding.found
@@ -227,6 +233,50 @@ def test_doctor_names_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor._compiler()
     assert not finding.ok
     assert "install g++" in finding.fix
+
+
+def test_doctor_asks_for_no_compiler_where_the_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image without one, whose cache may be read-only."""
+    assert builder_module().FuyouCoreBuilder().build().is_file()
+    monkeypatch.setenv("PATH", "/nonexistent")
+    may = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **how: mode != os.W_OK and may(path, mode, **how))
+    finding = doctor._compiler()
+    assert finding.ok
+    assert "none is needed; the core is built, in" in finding.found
+
+
+def test_doctor_misses_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "cache"))
+    paths = sysconfig.get_paths
+    monkeypatch.setattr(sysconfig, "get_paths", lambda *how: {**paths(*how), "include": str(tmp_path)})
+    finding = doctor._compiler()
+    assert not finding.ok
+    assert "install python3-dev" in finding.fix
+
+
+def test_doctor_names_the_cache_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    finding = doctor._compiler()
+    assert not finding.ok
+    assert "set FUYOU_CACHE" in finding.fix
+
+
+def test_build_says_why_an_operator_of_deepspeed_does_not_compile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ds_fuyou.cli import build
+
+    def fail(optimizer: str) -> Iterator[str]:
+        yield "cpu_adam"
+        raise RuntimeError("Error building extension 'cpu_adam'")
+
+    core = SimpleNamespace(build=lambda: Path("/cache/core.so"), load=lambda: None)
+    monkeypatch.setattr(build, "builder_module", lambda: SimpleNamespace(FuyouCoreBuilder=lambda: core))
+    monkeypatch.setattr(build.stock_operators, "compile_operators", fail)
+    assert main(["build"]) == 2
+    assert "could not be compiled in" in capsys.readouterr().err
 
 
 def test_refused_io_uring_and_small_lock_limit_are_notes(monkeypatch: pytest.MonkeyPatch) -> None:

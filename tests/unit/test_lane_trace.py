@@ -31,13 +31,14 @@ def test_spans_become_events(tmp_path: Path) -> None:
     with trace.span(Lane.OPTIMIZER, "step()"):
         pass
     trace.count({"storage": 7})
-    trace.planned({"storage write": 0.5})
+    trace.planned({"storage write": 0.5}, 2)
     trace.close()
     trace.close()
     events = read(tmp_path / "trace.json")
     (counted,) = [event for event in events if event["ph"] == "C"]
     assert (counted["name"], counted["args"]) == ("bytes", {"storage": 7})
-    assert json.loads((tmp_path / "trace.json").read_text())["otherData"]["planned_secs"] == {"storage write": 0.5}
+    other = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert (other["planned_secs"], other["ranks"]) == ({"storage write": 0.5}, 2)
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     assert (spans["one"]["ts"], spans["one"]["dur"]) == (1.0, 4.0)
     assert spans["one"]["cat"] == "storage write"

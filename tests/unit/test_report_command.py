@@ -44,9 +44,9 @@ EVENTS = [
 ]
 
 
-def _written(tmp_path: Path, events: object = EVENTS) -> Path:
+def _written(tmp_path: Path, events: object = EVENTS, **keys: Any) -> Path:
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    path.write_text(json.dumps({"traceEvents": events, **keys}), encoding="utf-8")
     return path
 
 
@@ -66,7 +66,7 @@ def test_the_trace_that_a_run_writes_is_read(tmp_path: Path) -> None:
     for lane, begin, end in ((Lane.COMPUTE, 0, 10), (Lane.STORAGE_READ, 2, 6), (Lane.STORAGE_READ, 4, 14)):
         trace.add(lane, "block 1", begin * 10**9, end * 10**9)
     trace.count({"storage": 5.0})
-    trace.planned({"iteration": 7.0, "storage read": 6.0})
+    trace.planned({"iteration": 7.0, "storage read": 6.0}, 1)
     trace.close()
     content = read_trace(path)
     assert [values for _, values in content.tiers] == [{"storage": 5.0}]
@@ -93,6 +93,21 @@ def test_the_page_needs_nothing_else_and_says_it_all(tmp_path: Path, capsys: pyt
         assert not picture.exists()
     else:
         assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_all_ranks_of_a_machine_wear_its_drives(tmp_path: Path) -> None:
+    """A trace is one rank's; and the pages of two ranks are two."""
+    trace = _written(tmp_path, otherData={"ranks": 7})
+    ranks = [trace, *(trace.with_name(f"{trace.name}.rank{rank}") for rank in (1, 2))]
+    for path in ranks[1:]:
+        path.write_text(trace.read_text(encoding="utf-8"), encoding="utf-8")
+    for path in ranks:
+        assert main(["report", str(path), "--ssd", "p5510", "--num-ssds", "2", "--no-png"]) == 0
+    names = ("trace.html", "trace.rank1.html", "trace.rank2.html")
+    (page, *others) = ((tmp_path / name).read_text(encoding="utf-8") for name in names)
+    assert "4.000 GB written to storage a step by each of 7 ranks of the machine" in page
+    assert "last 29 days" in page  # 203 for one
+    assert all("last 29 days" in other for other in others)
 
 
 def test_a_simulated_step_is_compared_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

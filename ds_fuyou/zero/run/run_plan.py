@@ -55,6 +55,7 @@ from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.parameters.across_batches import AcrossBatches
 from ds_fuyou.zero.run.auto_activations import AutoActivations
 from ds_fuyou.zero.run.budgets import device_budget
+from ds_fuyou.zero.run.neighbours import local_ranks
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.run.run_facts import (
     ActivationWork,
@@ -547,7 +548,8 @@ class RunPlan:
         self.prediction, self._stage = prediction, _Stage.WATCHES
         self._threads.clear()
         if self._state.trace is not None:
-            self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
+            lane_secs = {**prediction.lane_secs, "iteration": prediction.iteration_secs}
+            self._state.trace.planned(lane_secs, local_ranks())
         self._watch = LaneWatch(
             prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told
         )
