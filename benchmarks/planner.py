@@ -33,6 +33,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.processes import environment_of_worker
+from benchmarks.rates import measure_rates
 from ds_fuyou.ops.core import load_core
 from tests.device.build import build
 
@@ -40,6 +41,7 @@ WORKER = Path(__file__).with_name("planner_worker.py")
 RESULTS = Path(__file__).with_name("results")
 MODELS = {"full": (4, 1024), "lora": (4, 1536), "moe": (3, 1024)}  # large enough for bytes to outweigh the interpreter
 LEVELS = (0.35, 0.6, 0.85, 1.3)  # host memory, as a share of what everything in it would take
+STORAGE = {"compute": 1.0e9, "link": 1.0e9, "storage": 0.35e9, "adam": 1.0e9}  # bytes/s, each way
 SCENARIO_SECS = 600
 
 
@@ -69,11 +71,11 @@ class Scenario:
         everything = 16 * adapters + 2 * base if self.kind == "lora" else 16 * base
         lanes = 48 << 20
         level = LEVELS[self.level] if self.kind != "lora" else (0.2, 0.4, 0.6, 0.8)[self.level]
-        flops, link, storage = {
-            "compute": (0.12e12, 2e9, 1.0e9),
-            "link": (2e12, 0.15e9, 1.0e9),
-            "storage": (2e12, 2e9, 0.35e9),
-            "adam": (4e12, 4e9, 1.0e9),
+        flops, link = {
+            "compute": (0.12e12, 2e9),
+            "link": (2e12, 0.15e9),
+            "storage": (2e12, 2e9),
+            "adam": (4e12, 4e9),
         }[self.bound]
         faster = 4 if self.accumulation > 1 and self.bound in ("compute", "link") else 1
         return {
@@ -88,7 +90,7 @@ class Scenario:
             "batch": batch,
             "accumulation": self.accumulation,
             "directory": str(directory),
-            "storage": storage,
+            "storage": STORAGE[self.bound],
             "threads": 1,
             "dram_bytes": int(lanes + level * everything),
             "gpu_bytes": (240 << 20) * width**2 // 1024**2,
@@ -163,6 +165,20 @@ def summary(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _wanting(scenarios: Sequence[Scenario], directory: Path) -> str | None:
+    """A line if the storage is slower than what the scenarios are throttled to, in either direction and in both."""
+    rates = measure_rates(directory)
+    most = min(rates.read, rates.write, rates.mixed / 2)
+    names = [scenario.name for scenario in scenarios if STORAGE[scenario.bound] > most]
+    if not names:
+        return None
+    return (
+        f"the storage of {directory} reads {rates.read / 1e9:.2f} GB/s, writes {rates.write / 1e9:.2f}, both "
+        f"{rates.mixed / 1e9:.2f}, less than {', '.join(names)} have: their times are this disk's. Name a faster one "
+        "with --directory, or one in memory (/dev/shm)"
+    )
+
+
 def markdown(results: Mapping[str, Any]) -> str:
     lines = [
         "# The automatic plan against exhaustive search",
@@ -223,6 +239,9 @@ def main() -> None:
     writes = arguments.write or arguments.only is None
     if writes and target.exists():
         results = json.loads(target.read_text())
+    slower = _wanting(chosen, arguments.directory)
+    if slower:
+        print(slower, file=sys.stderr, flush=True)
     failed = []
     for scenario in chosen:
         with tempfile.TemporaryDirectory(prefix="fuyou-planner-", dir=arguments.directory) as directory:
