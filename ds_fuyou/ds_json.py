@@ -274,6 +274,7 @@ _RATIO = "no part is updated on the GPU"
 _NOT_BF16 = "parameters would not be bfloat16, as their masters would"
 _NOT_ADAM = "DeepSpeedCPUAdam alone has such masters"
 _ON = ("1", "true", "t", "yes", "y", "on")  # as strings, in any case: what pydantic takes for true
+_HALVES = ("fp16", "float16", "half", "torch.float16")
 _FP16_AUTOCAST = "torch's gradient scaler would step the optimizer itself; use bfloat16"
 
 
@@ -301,7 +302,7 @@ def _clashes(ds_config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"zero_optimization.offload_optimizer.ratio = {ratio}", _RATIO
     yield from _master_clashes(ds_config)
     dtype = lookup(ds_config, "torch_autocast.dtype")
-    if is_on(lookup(ds_config, "torch_autocast.enabled")) and dtype in ("fp16", "float16", "half", "torch.float16"):
+    if is_on(lookup(ds_config, "torch_autocast.enabled")) and str(dtype) in _HALVES:
         yield f"torch_autocast.dtype = {shown(dtype)}", _FP16_AUTOCAST
     kind = lookup(ds_config, "optimizer.type")
     names = [name.lower() for name in SUPPORTED_OPTIMIZERS]
