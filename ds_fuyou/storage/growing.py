@@ -69,6 +69,15 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
     at_end, placed = [], []
     inside: list[RegionLayout] = []
     begins = layout.file_bytes
+
+    def take_back() -> None:
+        _free(files, inside)
+        for file, size in zip(files.files, begins, strict=True):
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fd, size)
+        for one in inside:
+            vacant.setdefault((one.spec.num_bytes, one.spec.num_slots), []).append(one.slots)
+
     try:
         for region in regions:
             places = vacant.get((region.num_bytes, region.num_slots))
@@ -98,17 +107,16 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
             except OSError as error:
                 message = f"{needed} more bytes cannot be allocated; {what_gives_room(error)}"
                 raise FuyouStorageError(error.errno or errno.EIO, message, str(file.path)) from error
+    except BaseException:
+        take_back()
+        raise
+    try:
         return _with_layout(files, StoreLayout((*layout.regions, *placed, *inside), sizes))
     except ManifestUnknownError:
         raise
-    except BaseException:
-        _free(files, inside)
-        for file, size in zip(files.files, begins, strict=True):
-            with contextlib.suppress(OSError):
-                os.ftruncate(file.fd, size)
-        for one in inside:
-            vacant.setdefault((one.spec.num_bytes, one.spec.num_slots), []).append(one.slots)
-        raise
+    except FuyouStorageError:
+        take_back()
+        raise  # Ctrl-C takes nothing back: the manifest may name what is new, and files that are longer are no fault
 
 
 def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFiles:

@@ -276,7 +276,7 @@ class SlotStore:
     @property
     def regions(self) -> Mapping[str, RegionSpec]:
         """All regions by name."""
-        return dict(self._regions)
+        return {region.spec.name: region.spec for region in self._files.manifest.layout.regions}
 
     def paths_of_fd(self, fd: int) -> Path:
         """The data file behind a descriptor, also after closing; for error messages."""
@@ -326,14 +326,13 @@ class SlotStore:
         """
         with self._lock:
             self._check_open()
+            self._follow_layout()
             twice = sorted(region.name for region in regions if region.name in self._regions)
             if twice:
                 raise ValueError(f"regions must be new, these are there: {', '.join(twice[:5])}")
             with self._refusing_commits():
                 self._files = grown(self._files, regions, self._vacant, budget_bytes)
-            for region in self._files.manifest.layout.regions:
-                if region.spec.name not in self._regions:
-                    self._add_region(region)
+            self._follow_layout()
 
     def release(self, names: Iterable[str]) -> None:
         """Gives regions back, durably, and their blocks to the filesystem; no commit may name them, nor I/O be in
@@ -344,12 +343,22 @@ class SlotStore:
         """
         with self._lock:
             self._check_open()
+            self._follow_layout()
             gone = {name for name in names if name in self._regions}
             with self._refusing_commits():
                 self._files = shrunk(self._files, gone, self._vacant)
-            for name in gone:
-                for slot in range(self._regions.pop(name).num_slots):
-                    del self._extents[name, slot], self._begins[name, slot]
+            self._follow_layout()
+
+    def _follow_layout(self) -> None:
+        """What is known by region is that of the manifest's, also where Ctrl-C came between the two."""
+        there = {region.spec.name: region for region in self._files.manifest.layout.regions}
+        for name in self._regions.keys() - there:
+            for slot in range(self._regions[name].num_slots):
+                for known in (self._extents, self._begins):
+                    known.pop((name, slot), None)
+            del self._regions[name]
+        for name in there.keys() - self._regions:
+            self._add_region(there[name])
 
     @contextmanager
     def _refusing_commits(self) -> Iterator[None]:

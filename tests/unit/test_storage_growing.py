@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,64 @@ def test_files_that_grew_without_a_manifest_are_opened_as_it_says(paths: list[Pa
     write(again, "c", 21)
     assert holds(again, "a", 1)
     assert holds(again, "c", 21)
+    again.close(remove=True)
+
+
+@pytest.mark.parametrize("moment", ["before the manifest", "behind it", "behind the store's own note"])
+def test_ctrl_c_while_it_grows_leaves_a_store_that_works_and_can_be_opened(
+    moment: str, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
+    write(store, "a", 1)
+    store.commit(1, {"a": 0}, {})
+    write_manifest = growing.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        if moment == "behind it":
+            write_manifest(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as signals:
+        if moment == "behind the store's own note":
+            signals.setattr(SlotStore, "_add_region", interrupted)
+        else:
+            signals.setattr(growing, "write_manifest", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.reserve(MORE)
+    store.reserve([region for region in MORE if region.name not in store.regions])
+    write(store, "c", 21)
+    store.commit(2, {"a": 1, "c": 0}, {})
+    directories = store.directories
+    store.close(remove=False)
+    again = SlotStore.open(directories, IDENTITY)
+    assert set(again.regions) == {"a", "b", "c", "d"}
+    assert holds(again, "a", 1)
+    assert holds(again, "c", 21)
+    again.close(remove=True)
+
+
+@pytest.mark.parametrize("is_durable", [False, True])
+def test_ctrl_c_while_it_grows_and_the_end_of_the_run_leave_what_can_be_opened(
+    is_durable: bool, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
+    write(store, "a", 1)
+    store.commit(1, {"a": 0}, {})
+    write_manifest = growing.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        if is_durable:
+            write_manifest(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(growing, "write_manifest", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.reserve(MORE)
+    directories = store.directories
+    store.close(remove=False)
+    again = SlotStore.open(directories, IDENTITY)
+    assert again.commits()[0].step == 1
+    assert holds(again, "a", 1)
     again.close(remove=True)
 
 
