@@ -42,7 +42,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -705,21 +705,23 @@ class SwapTier:
             if self._closed:
                 return
             self._closed = True
-            if self._traffic is not None:
-                for flight in self._traffic:
-                    flight.transfer.wait_ended()
-                    self._traffic.remove(flight)
-            for copy, _ in (*self._copies_out, *self._copies_in):
-                with suppress(RuntimeError):  # of a device that has failed: it copies nothing any more
-                    copy.wait()
-            self._copies_out.clear()
-            self._copies_in.clear()
-            self._waiting.clear()
-            self._unwritten.clear()
-            self._clean.clear()
-            self._arena.give_back()
-            if self.storage is not None:
-                self.storage.close()
+            with ExitStack() as ending:  # from the last line to the first, each after what it waits for
+                if self.storage is not None:
+                    ending.callback(self.storage.close)
+                ending.callback(self._arena.give_back)
+                for what in (self._clean, self._unwritten, self._waiting, self._copies_in, self._copies_out):
+                    ending.callback(what.clear)
+                for copy, _ in (*self._copies_out, *self._copies_in):
+                    ending.callback(_wait_unless_failed, copy)
+                if self._traffic is not None:
+                    for flight in self._traffic:
+                        ending.callback(self._traffic.remove, flight)
+                        ending.callback(flight.transfer.end)
+
+
+def _wait_unless_failed(copy: InFlightCopy) -> None:
+    with suppress(RuntimeError):  # of a device that has failed: it copies nothing any more
+        copy.wait()
 
 
 def _pages_of(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -80,6 +80,10 @@ class Transfer:
         """As :meth:`wait`, but says nothing of how it ended."""
         return wait_reporting(self.ticket.wait, lambda: self.what)
 
+    def end(self) -> None:
+        """As :meth:`wait_ended`, before its memory goes: what a signal handler raises is raised after that."""
+        wait_through(self.ticket.wait, lambda: self.what)
+
 
 def storage_error(
     what: str, error: int, fd: int, offset: int, path_of: Callable[[int], Path | None]

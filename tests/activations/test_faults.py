@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from torch import nn
 from ds_fuyou.errors import FuyouStateError, FuyouStorageError
 from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage import swap_space
+from ds_fuyou.storage.io import Transfer
 from ds_fuyou.storage.swap_space import SwapSpace
 from tests.activations.support import MIB, Attached, Plain, attached, gradients, must_agree
 
@@ -268,6 +271,35 @@ def test_use_after_close(model: nn.Module, tmp_path: Path) -> None:
         model.zero_grad()
         train(model)  # the session is off: an ordinary forward
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_ctrl_c_while_it_is_closed_keeps_no_file(
+    model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = Transfer.end
+
+    def interrupted(transfer: Transfer) -> None:
+        end(transfer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Transfer, "end", interrupted)
+    with attached(model, tmp_path, arena_bytes=SMALL) as swapped:
+        swapped.io.engine.set_throttle(0.0, 1e6)
+        loss = model(ids())
+        assert open_files(tmp_path)
+        with pytest.raises(KeyboardInterrupt):
+            swapped.tier.close()
+        assert not open_files(tmp_path)
+        del loss
+
+
+def open_files(directory: Path) -> list[str]:
+    """Descriptors of this process below it, those of nameless files too."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in found if link.startswith(str(directory))]
 
 
 def test_a_copy_of_the_model_is_left_alone(model: nn.Module, tmp_path: Path) -> None:

@@ -333,6 +333,31 @@ def test_memory_and_threads_go_with_close(core: OutOfCoreOptimizer) -> None:
         core.params.read(A)
 
 
+@pytest.mark.parametrize("core", ["nvme"], indirect=True)
+@pytest.mark.parametrize("during", ["updates", "commits", "transfers"])
+def test_ctrl_c_while_it_is_closed_keeps_nothing_open(
+    during: str, core: OutOfCoreOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are closed next: nothing may be written to their descriptors then."""
+    arrive(core, B, A)
+    owner, name = {
+        "updates": (core._worker, "stop"),
+        "commits": (core.commits, "stop"),
+        "transfers": (core.io, "close"),
+    }[during]
+    end = getattr(owner, name)
+
+    def interrupted() -> None:
+        end()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        core.close()
+    assert core.pipeline is None
+    assert core.io.engine is None
+
+
 def test_rates_that_change_behind_backward_make_updates_wait(tmp_path: Path) -> None:
     """A loop that sets them between backward and step would have everything done twice, in every step."""
 
