@@ -67,10 +67,10 @@ def aligned_tensor(num_bytes: int, *, inherited: bool = True) -> torch.Tensor:
         mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, MemoryError) as error:
         raise FuyouMemoryError(num_bytes) from error
-    if num_bytes >= _HUGE_BYTES:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
     with normal_tensors():
         made = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes)
+    if num_bytes >= _HUGE_BYTES:
+        _advise(made.data_ptr(), num_bytes, mmap.MADV_HUGEPAGE)
     if not inherited:
         _advise(made.data_ptr(), num_bytes, _MADV_WIPEONFORK)
     return made

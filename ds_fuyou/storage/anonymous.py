@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 from ds_fuyou.errors import FuyouStorageError
+from ds_fuyou.storage.probe import enable_direct
+from ds_fuyou.storage.types import PAGE_BYTES
 
 __all__ = ["open_anonymous"]
 
@@ -27,12 +29,18 @@ def open_anonymous(directory: Path, purpose: str) -> int:
 
 
 def _open(directory: Path) -> int:
-    for flags in (os.O_DIRECT, 0):
-        try:
-            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
-                raise
-    fd, name = tempfile.mkstemp(dir=directory, prefix="ds_fuyou-")
-    os.unlink(name)
+    try:
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+            raise
+        fd, name = tempfile.mkstemp(dir=directory, prefix="ds_fuyou-")
+        os.unlink(name)
+    try:
+        os.ftruncate(fd, PAGE_BYTES)
+        enable_direct(fd)
+        os.ftruncate(fd, 0)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd

@@ -305,7 +305,10 @@ class RunDirectory:
             except FileNotFoundError:
                 gone.append(name)
         if refresh:
-            for name in set(os.listdir(self.fd)).intersection(_OUR_NAMES):
+            there: list[str] = []
+            with contextlib.suppress(OSError):  # no descriptor is free now: an hour later one will be
+                there = os.listdir(self.fd)
+            for name in set(there).intersection(_OUR_NAMES):
                 with contextlib.suppress(OSError):
                     os.utime(name, dir_fd=self.fd, follow_symlinks=False)
         return gone

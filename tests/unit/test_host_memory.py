@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,6 +178,19 @@ def test_memory_that_the_system_refuses_is_named_in_bytes(make: Callable[[int], 
 
 def test_this_machine() -> None:
     assert available_host_bytes() > 0
+
+
+def test_a_kernel_without_huge_pages_gives_memory_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: object, num_bytes: object, advice: int) -> int:
+        return -1
+
+    class Mapping(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(memory, "libc", lambda: SimpleNamespace(madvise=refuse))
+    monkeypatch.setattr(memory.mmap, "mmap", Mapping)
+    assert not aligned_tensor(16 * MIB).any()
 
 
 def test_pages_are_brought_in_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,6 +182,24 @@ def test_a_directory_that_cannot_be_made_durable_is_an_error(tmp_path: Path, mon
     assert all_files(tmp_path) == []
 
 
+def test_files_are_looked_after_once_descriptors_are_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run does not end because its script has many files open just then."""
+
+    def refuse(_: int) -> list[str]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    store = SlotStore.create([tmp_path], [RegionSpec("a", UNIT, 1)], identity(), direct=False)
+    run, data = store._files.runs[0], store._files.files[0]
+    os.utime(data.path, (1.0, 1.0))
+    with monkeypatch.context() as scarce:
+        scarce.setattr(os, "listdir", refuse)
+        assert run.missing(["data", "none"], data.fd, refresh=True) == ["none"]
+    assert data.path.stat().st_mtime == 1.0
+    run.missing([], data.fd, refresh=True)
+    assert data.path.stat().st_mtime > 1e9
+    store.close(remove=True)
+
+
 def test_what_cannot_be_removed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SlotStore.create([tmp_path], REGIONS, identity(), keep=True)
     store.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage import swap_space
+from ds_fuyou.storage.anonymous import open_anonymous
+from ds_fuyou.storage.probe import probe_path
 from ds_fuyou.storage.swap_space import GROWTH_BYTES, Lease, SwapSpace
 
 MIB = 1024 * 1024
@@ -113,3 +116,23 @@ def test_files_end_with_their_space_whatever_forked_children_have_open(paths: li
     space.close()
     assert os.fstat(kept).st_size == 0
     os.close(kept)
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_nameless_files_are_direct_where_a_transfer_is(
+    works: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Disks with blocks of 16 KiB accept the flag, and refuse transfers of 4 KiB."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    facts = probe_path(tmp_path)
+    if not works:
+        monkeypatch.setattr(os, "preadv", refuse)
+    fd = open_anonymous(tmp_path, "swap")
+    try:
+        assert bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT) == (works and facts.supports_direct)
+        assert os.fstat(fd).st_size == 0
+    finally:
+        os.close(fd)
