@@ -233,7 +233,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         ahead = run_ahead(state.device)
         if ahead is not None:
             coordinator = self.parameter_offload.get_param_coordinator()
-            watch_releases(coordinator, ahead.let_go)  # before what stays is left out of them
+            watch_releases(coordinator, ahead.let_go, state.device.current_stream)  # before what stays is left out
             self._across_batches = AcrossBatches(coordinator, state.device, lambda: is_boundary(self))
         self.run_plan = RunPlan(state, self.module, auto, self._leave_out, self._known, self._across_batches)
         return index

@@ -114,13 +114,19 @@ def staying_numel(coordinator: Any) -> int:
     return max(0, int(most) - int(ahead))
 
 
-def watch_releases(coordinator: Any, let_go: Callable[[int], None]) -> None:
-    """``let_go`` is told, behind each release of a parameter, how many bytes of gathered values that let go."""
+def watch_releases(coordinator: Any, let_go: Callable[[int], None], current_stream: Callable[[], Any]) -> None:
+    """``let_go`` is told, behind each release of a parameter, how many bytes of gathered values that let go.
+
+    Without ``free_data`` DeepSpeed drops them itself, after this and without a word to the allocator, which would give
+    them to the next gather of the same stream while the one that computes still reads them.
+    """
     stock_release = of_coordinator(coordinator, "release_param")
 
     @torch.compiler.disable
     def release(param: Parameter, free_data: bool = True) -> None:
         num_bytes = param.data.nbytes if param.ds_status is ZeroParamStatus.AVAILABLE else 0
+        if num_bytes and not free_data:
+            param.data.record_stream(current_stream())
         stock_release(param, free_data)
         if num_bytes and param.ds_status is ZeroParamStatus.NOT_AVAILABLE:
             let_go(num_bytes)

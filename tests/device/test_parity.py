@@ -74,6 +74,16 @@ def test_what_stays_between_micro_batches_changes_no_bit(number: int, stock_run,
     must_equal_stock(case, fuyou, device, stock_run, tmp_path)
 
 
+def test_leaf_modules_that_deepspeed_lets_go_by_itself(stock_run, tmp_path: Path) -> None:
+    """It drops what such a module has gathered without a word to the allocator: the next expert is of its size."""
+    zero = {"stage3_module_granularity_threshold": 6000, "stage3_param_persistence_threshold": 0}
+    zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
+    config = ds_config(bf16=None, gradient_clipping=1.0, zero_optimization=zero)
+    case = {"steps": 3, "model": {"experts": True}, "groups": "one", "config": config}
+    fuyou = block(str(tmp_path / "swap"), "states", "speculate")
+    must_equal_stock(case, fuyou, {"seed": 1, "delay_secs": 0.003}, stock_run, tmp_path)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_gathers_where_the_model_computes(ranks: int, stock_run, tmp_path: Path) -> None:
     """DeepSpeed lets the memory of leaf modules go in the order of the stream that gathers, which then is that one."""

@@ -299,9 +299,10 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
     without_prefetch_to_host(coordinator)
     coordinator.reset_step, offload.destroy = reset_step, destroy
-    ahead = run_ahead(rank_device(pin_memory=activation.pin_memory))
+    device = rank_device(pin_memory=activation.pin_memory)
+    ahead = run_ahead(device)
     if ahead is not None:
-        watch_releases(coordinator, ahead.let_go)
+        watch_releases(coordinator, ahead.let_go, device.current_stream)
     else:
 
         def bound(parameters: ParameterStore) -> None:
