@@ -72,7 +72,7 @@ def must_equal_stock(
     """
     stock = stock_run(case if isinstance(device, dict) else {**case, "device": device})
     Path(fuyou["nvme_path"]).mkdir(parents=True)
-    ours = run_case(with_fuyou({**case, "device": device, "most_ahead_bytes": 1 << 14}, fuyou), directory, "ours")
+    ours = run_case(with_fuyou({"most_ahead_bytes": 1 << 14, **case, "device": device}, fuyou), directory, "ours")
     trips = [trip for result in ours for trip in result.get("trips", ())]
     assert not trips, f"{len(trips)} trips, the first: {trips[0]}"
     found = differences(stock, ours)

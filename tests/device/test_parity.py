@@ -79,7 +79,7 @@ def test_leaf_modules_that_deepspeed_lets_go_by_itself(stock_run, tmp_path: Path
     zero = {"stage3_module_granularity_threshold": 6000, "stage3_param_persistence_threshold": 0}
     zero |= {name: {"device": "cpu", "pin_memory": True} for name in ("offload_optimizer", "offload_param")}
     config = ds_config(bf16=None, gradient_clipping=1.0, zero_optimization=zero)
-    case = {"steps": 3, "model": {"experts": True}, "groups": "one", "config": config}
+    case = {"steps": 3, "model": {"experts": True}, "groups": "one", "config": config, "most_ahead_bytes": 1 << 30}
     fuyou = block(str(tmp_path / "swap"), "states", "speculate")
     must_equal_stock(case, fuyou, {"seed": 1, "delay_secs": 0.003}, stock_run, tmp_path)
 
