@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
-import glob
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ds_fuyou.libc import libc
@@ -62,9 +60,8 @@ def may_be_replaced(path: Path) -> bool:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise; what a
-    killed program left goes with the next one for ``path``. Links are followed; a device or a pipe is written to, and
-    stays what it is.
+    """A file beside ``path`` to write: it takes its place at once when the block ends well, and goes otherwise. Links
+    are followed; a device or a pipe is written to, and stays what it is.
 
     Raises:
         OSError: it cannot be written; names ``path``.
@@ -74,11 +71,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     target = Path(os.path.realpath(path))
     part = target.with_name(f"{target.name}.part-{os.getpid()}")
-    _drop_unfinished(target)
-    lock = None
     try:
-        lock = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        _lock(lock)
         yield part
         os.replace(part, target)
     except OSError as error:
@@ -87,26 +80,3 @@ def replacing(path: Path) -> Iterator[Path]:
         raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
     finally:
         part.unlink(missing_ok=True)
-        if lock is not None:
-            os.close(lock)
-
-
-def _lock(descriptor: int) -> bool:
-    """Whether nobody else has the file, until the descriptor is closed; False also where files cannot be locked."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _drop_unfinished(target: Path) -> None:
-    """Those of programs that were killed: nobody holds their lock."""
-    for name in glob.glob(f"{glob.escape(str(target))}.part-*"):
-        with suppress(OSError):  # it has gone, or is not ours
-            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if _lock(descriptor):
-                    os.unlink(name)
-            finally:
-                os.close(descriptor)

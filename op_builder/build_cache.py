@@ -41,7 +41,15 @@ from ds_fuyou.storage.probe import may_be_shared
 if TYPE_CHECKING:
     from ds_fuyou.op_builder.fuyou_core import CompilePlan
 
-__all__ = ["build_cached", "cache_directory", "cache_key", "find_built", "missing_tool", "remembered"]
+__all__ = [
+    "build_cached",
+    "cache_directory",
+    "cache_key",
+    "find_built",
+    "missing_headers",
+    "missing_tool",
+    "remembered",
+]
 
 JOBS_VARIABLE = "MAX_JOBS"
 _LAST_LINES = 40
@@ -57,7 +65,7 @@ def cache_directory(*, writes: bool = True) -> Path:
     """
     path = cache_path()
     try:
-        named = CACHE_VARIABLE in os.environ  # root may build for others, who only read
+        named = os.environ.get(CACHE_VARIABLE)  # root may build for others, who only read
         path.mkdir(parents=True, exist_ok=True, mode=0o755 if named else 0o700)
         found = path.stat()
     except OSError as error:
@@ -174,7 +182,7 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
         try:
             _compile(name, plan, work)
             built = work / library.name
-            built.chmod(built.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))  # the linker follows the umask
+            built.chmod(0o755)  # the linker follows the umask
             work.chmod(0o755)
             _publish(work, library)
         finally:
@@ -186,14 +194,12 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
 
 def _publish(work: Path, library: Path) -> None:
     """What another machine has published meanwhile is as good, and may be in use."""
-    if _is_there(library):
-        return
-    shutil.rmtree(library.parent, ignore_errors=True)
     try:
         os.rename(work, library.parent)
     except OSError:
         if not _is_there(library):
-            raise
+            shutil.rmtree(library.parent, ignore_errors=True)
+            os.rename(work, library.parent)
 
 
 def _is_left(work: Path, *, is_locked: bool) -> bool:
@@ -242,9 +248,10 @@ def _lock(path: Path, awaited: str) -> Iterator[bool]:
         except OSError as error:
             is_locked = False
             get_logger().info("%s has no locks (%s): it is not waited for %s", path.parent, error.strerror, awaited)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        if is_locked:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
         yield is_locked
 
 
@@ -254,10 +261,15 @@ def missing_tool(compiler: str) -> str | None:
         return f"a C++ compiler ({compiler!r} is not on PATH): install g++ or clang, or set CXX"
     if _ninja() is None:
         return "ninja: pip install ninja"
-    headers = sysconfig.get_paths()["include"]
-    if not os.path.isfile(os.path.join(headers, "Python.h")):
-        return f"Python's headers (no Python.h in {headers}): install python3-dev, or python3-devel"
     return None
+
+
+def missing_headers() -> str | None:
+    """Python's, where they are usually; the compiler may find them elsewhere."""
+    headers = sysconfig.get_path("include", scheme="posix_prefix")
+    if os.path.isfile(os.path.join(headers, "Python.h")):
+        return None
+    return f"Python's headers (no Python.h in {headers}): install python3-dev, or python3-devel"
 
 
 def _ninja() -> list[str] | None:

@@ -705,18 +705,20 @@ class SwapTier:
             if self._closed:
                 return
             self._closed = True
-            with ExitStack() as ending:  # from the last line to the first, each after what it waits for
-                if self.storage is not None:
-                    ending.callback(self.storage.close)
-                ending.callback(self._arena.give_back)
-                for what in (self._clean, self._unwritten, self._waiting, self._copies_in, self._copies_out):
-                    ending.callback(what.clear)
-                for copy, _ in (*self._copies_out, *self._copies_in):
-                    ending.callback(_wait_unless_failed, copy)
-                if self._traffic is not None:
-                    for flight in self._traffic:
-                        ending.callback(self._traffic.remove, flight)
-                        ending.callback(flight.transfer.end)
+            ending = ExitStack()  # from the last line to the first, each after what it waits for
+            if self.storage is not None:
+                ending.callback(self.storage.close)
+            ending.callback(self._arena.give_back)
+            for what in (self._clean, self._unwritten, self._waiting, self._copies_in, self._copies_out):
+                ending.callback(what.clear)
+            for copy, _ in (*self._copies_out, *self._copies_in):
+                ending.callback(_wait_unless_failed, copy)
+            if self._traffic is not None:
+                for flight in self._traffic:
+                    ending.callback(self._traffic.remove, flight)
+                    ending.callback(flight.transfer.end)
+            with ending:
+                pass
 
 
 def _wait_unless_failed(copy: InFlightCopy) -> None:

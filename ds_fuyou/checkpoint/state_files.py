@@ -108,7 +108,8 @@ class RankFiles:
         if commits[0].lacks_states:
             missing: Any = commits[0].meta["states_in_memory"]
         else:
-            missing = sum(state_region(index) not in self.store.regions for index in range(len(self.chunks)))
+            regions = self.store.regions
+            missing = sum(state_region(index) not in regions for index in range(len(self.chunks)))
         if missing:
             raise FuyouStateError(
                 f"{where}: P32 of {missing} of {len(self.chunks)} chunks was in host memory and is lost; use the last "

@@ -175,6 +175,7 @@ def _compiler() -> Finding:
 
     command = os.environ.get("CXX") or "c++"
     missing = build_cache.missing_tool(command)
+    lacking = missing or build_cache.missing_headers()
     try:
         built = builder.built()
         if built is not None:
@@ -183,8 +184,8 @@ def _compiler() -> Finding:
         cache = build_cache.cache_directory()
     except FuyouBuildError as error:
         return Finding("compiler", "the core cannot be built", ok=False, fix=str(error))
-    if missing:
-        return Finding("compiler", "incomplete", ok=False, fix=missing)
+    if lacking:
+        return Finding("compiler", "incomplete", ok=False, fix=lacking)
     return Finding("compiler", f"{command}; cache {cache}")
 
 

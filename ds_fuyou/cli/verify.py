@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "compare", "explanation", "nearness", "run"]
 
 Results = list[dict[str, Any]]
 _PATIENCE_SECS = 5.0
-_GRACE_SECS = 15.0  # for a launcher that is told to end
+_GRACE_SECS = 45.0  # for a launcher that is told to end: torchrun gives its ranks 30
 _NEAR = {"losses": 0.05, "parameter": 0.02, "fp32 value": 0.02}
 """Departures, by their sizes, that a few steps with rounded moments may make."""
 

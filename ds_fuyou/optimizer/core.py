@@ -713,21 +713,23 @@ class OutOfCoreOptimizer:
             if self.store is not None:
                 self.store.keep_because("the device failed")
         self._ended = None
-        with ExitStack() as ending:  # from the last line to the first, each after what it waits for, also after Ctrl-C
-            # Their threads are joined; descriptors go with the objects, though the script may still hold the engine.
-            ending.callback(self._let_go)
-            ending.callback(self.staging.give_back)
-            ending.callback(self._updates.close)
-            ending.callback(self._locks.release)
-            ending.callback(self.place.close)
-            ending.callback(self.io.close)
-            ending.callback(lambda: self.gradients.close(told=self._worker.told))
-            ending.callback(self.intake.close)
-            ending.callback(self._keep_if_failed)
-            ending.callback(self.commits.stop)
-            ending.callback(self._worker.stop)
-            if self.store is not None and self.store.keep:
-                ending.callback(self.commits.stop)  # the state stays: let the last step become durable
+        ending = ExitStack()  # from the last line to the first, each after what it waits for, also after Ctrl-C
+        # Their threads are joined; descriptors go with the objects, though the script may still hold the engine.
+        ending.callback(self._let_go)
+        ending.callback(self.staging.give_back)
+        ending.callback(self._updates.close)
+        ending.callback(self._locks.release)
+        ending.callback(self.place.close)
+        ending.callback(self.io.close)
+        ending.callback(lambda: self.gradients.close(told=self._worker.told))
+        ending.callback(self.intake.close)
+        ending.callback(self._keep_if_failed)
+        ending.callback(self.commits.stop)
+        ending.callback(self._worker.stop)
+        if self.store is not None and self.store.keep:
+            ending.callback(self.commits.stop)  # the state stays: let the last step become durable
+        with ending:
+            pass
 
     def _keep_if_failed(self) -> None:
         if self.pipeline.failed and self.store is not None:

@@ -24,11 +24,11 @@ from ds_fuyou.errors import FuyouStorageError
 from ds_fuyou.storage.data_file import SyncError, free_blocks, preallocate, sync_errors, what_gives_room
 from ds_fuyou.storage.layout import PathShare, Piece, RegionLayout, StoreLayout, device_capacities, stripe
 from ds_fuyou.storage.probe import probe_path
-from ds_fuyou.storage.records import NotDurableError, write_manifest
+from ds_fuyou.storage.records import NotDurableError, read_manifest, write_manifest
 from ds_fuyou.storage.store_files import StoreFiles
 from ds_fuyou.storage.types import RegionSpec
 
-__all__ = ["DataUnknownError", "ManifestUnknownError", "Vacant", "grown", "shrunk"]
+__all__ = ["DataUnknownError", "ManifestUnknownError", "Vacant", "grown", "manifest_on_disk", "shrunk"]
 
 logger = logging.getLogger("ds_fuyou")
 
@@ -116,7 +116,7 @@ def grown(files: StoreFiles, regions: Sequence[RegionSpec], vacant: Vacant, budg
         raise
     except FuyouStorageError:
         take_back()
-        raise  # Ctrl-C takes nothing back: the manifest may name what is new, and files that are longer are no fault
+        raise  # Ctrl-C takes nothing back: the manifest may name what is new; see manifest_on_disk
 
 
 def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFiles:
@@ -135,6 +135,17 @@ def shrunk(files: StoreFiles, names: Iterable[str], vacant: Vacant) -> StoreFile
     for region in leaving:
         vacant.setdefault((region.spec.num_bytes, region.spec.num_slots), []).append(region.slots)
     return found
+
+
+def manifest_on_disk(files: StoreFiles) -> StoreFiles:
+    """As a change found it, or left it, that Ctrl-C cut short.
+
+    Raises:
+        FuyouStorageError: it cannot be read.
+    """
+    run = files.runs[0]
+    found = read_manifest(run.fd, run.path)
+    return files if found is None else replace(files, manifest=replace(files.manifest, layout=found.layout))
 
 
 def _with_layout(files: StoreFiles, layout: StoreLayout) -> StoreFiles:

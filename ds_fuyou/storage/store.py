@@ -28,7 +28,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouChecksumError, FuyouStateError, FuyouStorageError
 from ds_fuyou.storage import ending, lifetime
 from ds_fuyou.storage.directory import DATA_NAME, LOCK_NAME
-from ds_fuyou.storage.growing import DataUnknownError, ManifestUnknownError, Vacant, grown, shrunk
+from ds_fuyou.storage.growing import DataUnknownError, ManifestUnknownError, Vacant, grown, manifest_on_disk, shrunk
 from ds_fuyou.storage.layout import Piece, RegionLayout, SlotChoice, choose_num_slots
 from ds_fuyou.storage.probe import Probe, probe_path
 from ds_fuyou.storage.records import (
@@ -362,11 +362,19 @@ class SlotStore:
 
     @contextmanager
     def _refusing_commits(self) -> Iterator[None]:
-        """Once it is not known what a crash would find."""
+        """Once it is not known what a crash would find. After Ctrl-C that is looked up."""
         try:
             yield
         except (DataUnknownError, ManifestUnknownError) as error:
             self._failure = str(error)
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            self._vacant.clear()  # some places may be taken
+            try:
+                self._files = manifest_on_disk(self._files)
+            except FuyouStorageError as error:
+                self._failure = str(error)
+            self._follow_layout()
             raise
 
     def commit(self, step: int, slots: Mapping[str, int], meta: Mapping[str, JsonValue]) -> None:

@@ -70,7 +70,8 @@ class LaneTrace:
         self._counts = array("d")
         self._tiers: tuple[str, ...] = ()
         self._plan: Mapping[str, float] = {}
-        self._num_ranks = 1
+        self.num_ranks = 1
+        """How many share this machine's storage."""
         self._max_spans = max_spans
         self._origin_ns = time.perf_counter_ns()
         self._pid = os.getpid()
@@ -114,11 +115,9 @@ class LaneTrace:
                 (time.perf_counter_ns() - self._origin_ns, *map(bytes_by_tier.__getitem__, self._tiers))
             )
 
-    def planned(self, lane_secs: Mapping[str, float], num_ranks: int) -> None:
-        """Predicted seconds of a step by lane (and "iteration"), and how many ranks share the machine's storage, for
-        the report; the last ones are kept.
-        """
-        self._plan, self._num_ranks = lane_secs, num_ranks
+    def planned(self, lane_secs: Mapping[str, float]) -> None:
+        """Predicted seconds of a step by lane (and "iteration"), for the report; the last ones are kept."""
+        self._plan = lane_secs
 
     @contextmanager
     def span(self, lane: Lane, name: str) -> Iterator[None]:
@@ -174,7 +173,7 @@ class LaneTrace:
                 return
             self._closed = True
         self._forget()
-        other = {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan), "ranks": self._num_ranks}
+        other = {"dropped_spans": self.num_dropped, "planned_secs": dict(self._plan), "ranks": self.num_ranks}
         try:
             with self.path.open("w", encoding="utf-8") as file:
                 file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [')

@@ -43,6 +43,7 @@ from ds_fuyou.storage.records import ProcessMark
 from ds_fuyou.zero.run import run_store
 from tests.durability.test_recovered_checkpoints import unequal
 from tests.durability.test_resume import UNPLACED
+from tests.harness.bits import same
 from tests.harness.killed_ranks import MODEL, build
 from tests.harness.models import make_batch
 
@@ -186,13 +187,12 @@ def left(engine: Any, losses: list[float]) -> dict[str, Any]:
     return found | dict(engine._zero3_consolidated_16bit_state_dict())
 
 
-def same(one: dict[str, Any], other: dict[str, Any]) -> str:
+def differing(one: dict[str, Any], other: dict[str, Any]) -> str:
     """The first thing that differs."""
     if one.keys() != other.keys():
         return "other things are left"
     for name, value in one.items():
-        equal = torch.equal(value, other[name]) if isinstance(value, torch.Tensor) else value == other[name]
-        if not equal:
+        if not same(value, other[name]):
             return f"{name} differs"
     return ""
 
@@ -294,7 +294,7 @@ class Sweep:
 
     def _finished(self, run: Run, outcome: Outcome) -> None:
         outcome.end, outcome.step = "equal", run.steps
-        outcome.wrong = same(self.expected, run.last)
+        outcome.wrong = differing(self.expected, run.last)
         failures = [line for line in self.said.getvalue().splitlines() if "failed" in line or "cannot" in line]
         if failures:
             outcome.end, outcome.said = "logged", " | ".join(failures)[:600]
@@ -341,7 +341,7 @@ class Sweep:
             again.end()
             return
         outcome.resumed_from = again.begun_at
-        wrong = same(self.expected, again.last)
+        wrong = differing(self.expected, again.last)
         least = max(run.step - 1, self.begins_at) if self.start not in NOTHING_PROMISED else 0
         if wrong:
             outcome.wrong = outcome.wrong or f"after the next run {wrong}"

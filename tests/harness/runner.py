@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from tests.device.build import build
+from tests.harness.bits import same
 from tests.harness.cpu_info import python_path
 from tests.harness.forked import accelerator, finish, start
 from tests.harness.ports import free_port
@@ -161,7 +162,7 @@ def differences(
                 found.append(f"rank {rank} {key}: other parameters")
                 continue
             for name, tensor in a[key].items():
-                if not torch.equal(tensor, b[key][name]):
+                if not same(tensor, b[key][name]):
                     count = int((tensor != b[key][name]).sum())
                     found.append(f"rank {rank} {key} {name}: {count} of {tensor.numel()} elements differ")
         found += [f"rank {rank} {what}" for what in differences_seen(a["seen"], b["seen"])]
@@ -174,5 +175,5 @@ def differences_seen(stock: list[dict], ours: list[dict]) -> list[str]:
     for look, (a, b) in enumerate(zip(stock, ours, strict=True)):
         if a.keys() != b.keys():
             found.append(f"look {look}: {sorted(a)} != {sorted(b)}")
-        found += [f"look {look} {name}" for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])]
+        found += [f"look {look} {name}" for name in a.keys() & b.keys() if not same(a[name], b[name])]
     return found

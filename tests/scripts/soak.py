@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tests.harness.bits import same
 from tests.harness.ports import remove_shared_buffers
 from tests.harness.runner import ds_config, run_case
 from tests.scripts.grammar import draw
@@ -59,18 +60,6 @@ def _run(case: dict, directory: Path, name: str) -> list[dict]:
         return run_case(case, directory, name, WORKER)
     finally:
         remove_shared_buffers()
-
-
-def same(one: Any, other: Any) -> bool:
-    """To the bit. Every NaN is one: torch's vectors and its loops over what is left of them round to different ones, so
-    which it is depends on where in a buffer a value lies."""
-    if isinstance(one, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        is_none = torch.isnan(one)
-        values = [value.masked_fill(is_none, 0).view(-1).view(torch.uint8) for value in (one, other)]
-        return torch.equal(is_none, torch.isnan(other)) and torch.equal(*values)
-    return repr(one) == repr(other)
 
 
 def differences(script: dict, directory: Path) -> Wrong:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.bits import same
 from tests.scripts.grammar import draw
-from tests.scripts.soak import differences, same
+from tests.scripts.soak import differences
 
 SEEDS = (7, 22)  # on the stand-in device; split masters and swapped activations
 

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -237,6 +238,7 @@ def test_doctor_names_missing_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doctor_asks_for_no_compiler_where_the_core_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """An image without one, whose cache may be read-only."""
+    monkeypatch.delenv("CXX", raising=False)
     assert builder_module().FuyouCoreBuilder().build().is_file()
     monkeypatch.setenv("PATH", "/nonexistent")
     may = os.access
@@ -248,8 +250,12 @@ def test_doctor_asks_for_no_compiler_where_the_core_is_built(monkeypatch: pytest
 
 def test_doctor_misses_pythons_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUYOU_CACHE", str(tmp_path / "cache"))
-    paths = sysconfig.get_paths
-    monkeypatch.setattr(sysconfig, "get_paths", lambda *how: {**paths(*how), "include": str(tmp_path)})
+    path = sysconfig.get_path
+
+    def elsewhere(name: str, *how: Any, **more: Any) -> str:
+        return str(tmp_path) if name == "include" else path(name, *how, **more)
+
+    monkeypatch.setattr(sysconfig, "get_path", elsewhere)
     finding = doctor._compiler()
     assert not finding.ok
     assert "install python3-dev" in finding.fix

@@ -15,7 +15,7 @@ def version(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def pretend(deepspeed: str = compat.TESTED[-1], torch: str = "2.9.0+cpu") -> None:
         versions = {"deepspeed": deepspeed, "torch": torch}
-        monkeypatch.setattr(compat, "_installed", versions.__getitem__)
+        monkeypatch.setattr(compat, "installed_version", versions.__getitem__)
 
     return pretend
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import os
 import pwd
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -47,35 +45,6 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
         fail()
     assert real.read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["real.json"]
-
-
-def test_what_a_killed_program_left_goes_with_the_next_one(tmp_path: Path) -> None:
-    """And not what another one writes meanwhile."""
-    file = tmp_path / "weights [1].bin"
-    script = "import sys; from pathlib import Path; from ds_fuyou.files import replacing\n"
-    script += f"with replacing(Path({str(file)!r})) as part:\n"
-    script += "    part.write_text('half'); print(part, flush=True); sys.stdin.read()"
-    programs = [
-        subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    killed, working = programs
-    try:
-        left, kept = (Path(program.stdout.readline().strip()) for program in programs if program.stdout)
-        assert left.exists()
-        killed.kill()
-        killed.communicate(timeout=60)
-        assert left.exists()
-        with replacing(file) as part:
-            part.write_text("new")
-        assert not left.exists()
-        assert kept.read_text() == "half"
-        working.communicate("", timeout=60)
-    finally:
-        for program in programs:
-            program.kill()
-    assert file.read_text() == "half"
-    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ds_fuyou.zero.blocks import block_of
 from ds_fuyou.zero.gradient_cuts import BlockCut, BucketCut, GradientCut, Messages, why_updates_wait
 
 NAMES = {0: "a", 1: "a", 2: "a", 3: "b", 4: "b", 5: "c"}
@@ -33,14 +32,6 @@ def messages_of(cut: GradientCut, params: list[Any]) -> list[list[int]]:
 
 def messages(most_numel: int) -> Messages:
     return Messages(most_numel, lambda each: each.dtype, lambda each: each.group)
-
-
-def test_a_block_is_what_the_first_index_names_also_inside_of_a_numbered_model() -> None:
-    assert block_of("model.layers.3.experts.5.up.weight") == "model.layers.3"
-    assert block_of("lm_head.weight") == "lm_head.weight"
-    assert block_of("7.weight") == "7"
-    assert block_of("0.auto_model.encoder.layer.3.output.dense.weight") == "0.auto_model.encoder.layer.3"
-    assert block_of("0.auto_model.embeddings.word_embeddings.weight") == "0"
 
 
 def test_a_bucket_goes_when_the_next_parameter_does_not_fit() -> None:

@@ -31,7 +31,8 @@ def test_spans_become_events(tmp_path: Path) -> None:
     with trace.span(Lane.OPTIMIZER, "step()"):
         pass
     trace.count({"storage": 7})
-    trace.planned({"storage write": 0.5}, 2)
+    trace.planned({"storage write": 0.5})
+    trace.num_ranks = 2
     trace.close()
     trace.close()
     events = read(tmp_path / "trace.json")

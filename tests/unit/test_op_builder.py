@@ -256,6 +256,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc: Path, tmp_path: Path, mo
     killed.kill()
     os.kill(compiler, signal.SIGKILL)
     killed.communicate(timeout=HANG_SECS)
+    monkeypatch.setattr(build_cache, "may_be_shared", lambda _: False)
     cache = tmp_path / "cache"
     assert list(cache.glob(".build-*"))
     leave.touch()
@@ -265,6 +266,7 @@ def test_a_killed_build_leaves_nothing_in_the_way(csrc: Path, tmp_path: Path, mo
 
 def test_old_builds_and_what_killed_ones_left_go(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build_cache, "MOST_KEPT", 2)
+    monkeypatch.setattr(build_cache, "may_be_shared", lambda _: False)
     cache = build_cache.cache_directory()
     for age, name in enumerate(("tiny-c", "tiny-b", "tiny-a", "other-a", ".build-tiny-d-x", ".build-tiny-e-x")):
         (cache / name).mkdir()

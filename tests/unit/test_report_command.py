@@ -66,7 +66,7 @@ def test_the_trace_that_a_run_writes_is_read(tmp_path: Path) -> None:
     for lane, begin, end in ((Lane.COMPUTE, 0, 10), (Lane.STORAGE_READ, 2, 6), (Lane.STORAGE_READ, 4, 14)):
         trace.add(lane, "block 1", begin * 10**9, end * 10**9)
     trace.count({"storage": 5.0})
-    trace.planned({"iteration": 7.0, "storage read": 6.0}, 1)
+    trace.planned({"iteration": 7.0, "storage read": 6.0})
     trace.close()
     content = read_trace(path)
     assert [values for _, values in content.tiers] == [{"storage": 5.0}]

@@ -243,6 +243,39 @@ def test_ctrl_c_while_it_grows_and_the_end_of_the_run_leave_what_can_be_opened(
     again.close(remove=True)
 
 
+@pytest.mark.parametrize("change", ["reserve", "release"])
+def test_ctrl_c_and_then_a_disk_that_is_full(change: str, paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a change that was cut short wrote to the manifest the next one knows, which takes back its own alone."""
+    store = SlotStore.create(paths, [*FIRST, *MORE[1:]] if change == "release" else FIRST, IDENTITY, direct=False)
+    write(store, "a", 1)
+    store.commit(1, {"a": 0}, {})
+    write_manifest = growing.write_manifest
+
+    def interrupted(*arguments: Any) -> None:
+        write_manifest(*arguments)
+        raise KeyboardInterrupt
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as signals:
+        signals.setattr(growing, "write_manifest", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.reserve(MORE) if change == "reserve" else store.release(["d"])
+    assert set(store.regions) == ({"a", "b", "c", "d"} if change == "reserve" else {"a", "b"})
+    with monkeypatch.context() as scarce:
+        scarce.setattr(growing, "preallocate", full)
+        with pytest.raises(FuyouStorageError, match="cannot be allocated"):
+            store.reserve([RegionSpec("e", 9 * PAGE, 1)])
+    store.commit(2, {"a": 1}, {})
+    directories = store.directories
+    store.close(remove=False)
+    again = SlotStore.open(directories, IDENTITY)
+    assert again.commits()[0].step == 2
+    assert holds(again, "a", 1)
+    again.close(remove=True)
+
+
 def test_a_region_comes_once_and_within_the_budget(store: SlotStore) -> None:
     with pytest.raises(ValueError, match="these are there: a"):
         store.reserve([FIRST[0]])

@@ -53,6 +53,7 @@ from ds_fuyou.zero.parameters.frozen_places import FrozenPlaces
 from ds_fuyou.zero.parameters.inference import InferenceReads, reads_of_inference
 from ds_fuyou.zero.parameters.param_swapper import PARTITION_TENSORS, held_bytes
 from ds_fuyou.zero.run.budgets import planned_host_bytes
+from ds_fuyou.zero.run.neighbours import local_ranks
 from ds_fuyou.zero.run.resuming import tell_start
 from ds_fuyou.zero.run.run_design import TrainedModel, design_of
 from ds_fuyou.zero.run.run_store import count_engine, forget_engine, open_store, tell_durability
@@ -86,6 +87,7 @@ class RankState:
                 self.trace = None if trace is None else LaneTrace.at(trace)
                 if self.trace is not None:
                     undo.callback(self.trace.close)
+                    self.trace.num_ranks = local_ranks()
                 self.core = OutOfCoreOptimizer(self.layout, options, model.kind, hypers, self.store, self.resumed)
                 undo.callback(self.core.close)
                 self._forget_closer = register_closer(self.core.close)

@@ -55,7 +55,6 @@ from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
 from ds_fuyou.zero.parameters.across_batches import AcrossBatches
 from ds_fuyou.zero.run.auto_activations import AutoActivations
 from ds_fuyou.zero.run.budgets import device_budget
-from ds_fuyou.zero.run.neighbours import local_ranks
 from ds_fuyou.zero.run.rank_state import RankState
 from ds_fuyou.zero.run.run_facts import (
     ActivationWork,
@@ -549,7 +548,7 @@ class RunPlan:
         self._threads.clear()
         if self._state.trace is not None:
             lane_secs = {**prediction.lane_secs, "iteration": prediction.iteration_secs}
-            self._state.trace.planned(lane_secs, local_ranks())
+            self._state.trace.planned(lane_secs)
         self._watch = LaneWatch(
             prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told
         )
