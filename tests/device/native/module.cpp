@@ -252,10 +252,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module)
         if (!left_out("device.synchronize")) wait_all("device");
     });
     module.def("ask_before_ordering", [](const py::object& callable) { asked = callable; });
-    module.def("register_host_memory",
-               [](uintptr_t at, size_t bytes) { remembered([&] { host_memory.add(at, bytes); }); });
-    module.def("unregister_host_memory",
-               [](uintptr_t at) { remembered([&] { host_memory.remove(at); }); });
+    module.def("register_host_memory", [](uintptr_t at, size_t bytes) {
+        require_own_device("host memory is registered");
+        remembered([&] { host_memory.add(at, bytes); });
+    });
+    module.def("unregister_host_memory", [](uintptr_t at) {
+        require_own_device("host memory is unregistered");
+        remembered([&] { host_memory.remove(at); });
+    });
     module.def("is_pinned",
                [](uintptr_t at, size_t bytes) { return host_memory.is_pinned((void*)at, bytes); });
     module.def("empty_cache", [] { device_memory.empty_cache(); });
