@@ -36,7 +36,8 @@ __all__ = [
 
 P16_BYTES = 2
 _SHARES = 8  # parts of what staging memory holds, each tried
-_MOST = {"batch": 10**9, "seq": 10**9, "accumulation": 4096}  # every micro-batch is simulated
+MOST_ACCUMULATION = 4096  # every micro-batch is simulated
+_MOST = {"batch": 10**9, "seq": 10**9, "accumulation": MOST_ACCUMULATION}
 _NOT_STORAGE = (Lane.GPU, Lane.DOWN, Lane.UP, Lane.CPU, Lane.THREAD)
 # Bytes that unfused operators move in GPU memory, forward: for every score of the s x s matrix (write, scale, mask,
 # softmax, dropout, read), and a token and width for everything element-wise.

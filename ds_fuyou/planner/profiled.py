@@ -13,7 +13,7 @@ from typing import Any
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import WORKING_BLOCKS, ActivationCosts, SavedOutput
 from ds_fuyou.planner.blocks import OPERATORS, Block, Operator
-from ds_fuyou.planner.cost import Placement, Workload, cores_secs
+from ds_fuyou.planner.cost import MOST_ACCUMULATION, Placement, Workload, cores_secs
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import CLASSES
 from ds_fuyou.planner.explain import bound_by
@@ -215,7 +215,7 @@ def run_time(
     )
     model = _ProfiledModel.of(profile, given)
     machine = _UNKNOWN if profile is None else _machine(profile, model)
-    accumulation = accumulation if profile is None else profile.accumulation
+    accumulation = min(accumulation if profile is None else profile.accumulation, MOST_ACCUMULATION)
     return StepTime(Workload(model, 1, 1, accumulation), machine, policy, activations, mode, profile is not None)
 
 

@@ -345,6 +345,8 @@ class SlotStore:
             self._check_open()
             self._follow_layout()
             gone = {name for name in names if name in self._regions}
+            if not gone:
+                return
             with self._refusing_commits():
                 self._files = shrunk(self._files, gone, self._vacant)
             self._follow_layout()

@@ -154,8 +154,8 @@ def require_hidden(optimizer: Any) -> None:
     if added:
         raise FuyouStateError(
             f"{len(added)} parameters were added to the optimizer after deepspeed.initialize(), the first of shape "
-            f"{added[0]}; they would never be trained. Give the optimizer all that is to be trained, also what is "
-            f"frozen at first, or build the engine anew"
+            f"{added[0]}; they would never be trained. What is to be trained later has to be trainable, and in the "
+            f"optimizer, until initialize() returns, and may be frozen then; or build the engine anew"
         )
     if not all(isinstance(face.state, StatesElsewhere) for face in _faces(optimizer)):
         hide_states(optimizer)  # a script that goes on after this exception has been told

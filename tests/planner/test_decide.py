@@ -12,7 +12,7 @@ import pytest
 
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.activations import ActivationCosts, SavedOutput, costs_of
-from ds_fuyou.planner.cost import ClosedForm, Placement, Workload
+from ds_fuyou.planner.cost import MOST_ACCUMULATION, ClosedForm, Placement, Workload
 from ds_fuyou.planner.decide import Decision, StepTime, decide
 from ds_fuyou.planner.document import Residency
 from ds_fuyou.planner.lanes import Lane
@@ -415,3 +415,10 @@ def test_a_70b_model_is_decided_in_a_moment() -> None:
     found = decide(given, {}, Counted(work, on, policy, costs_of(work, policy)))
     assert found.secs > 0
     assert calls < 7_500, f"{calls} in {time.process_time() - begin:.2f} s"
+
+
+def test_a_step_of_more_micro_batches_than_are_simulated_is_placed_as_one_of_the_most() -> None:
+    """The command refuses to simulate them; a run trains."""
+    many = run_time(None, GIVEN, accumulation=10 * MOST_ACCUMULATION)
+    assert many.work.accumulation == MOST_ACCUMULATION
+    assert run_time(replace(PROFILE, accumulation=5000), GIVEN).work.accumulation == MOST_ACCUMULATION

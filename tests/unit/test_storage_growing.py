@@ -276,6 +276,12 @@ def test_ctrl_c_and_then_a_disk_that_is_full(change: str, paths: list[Path], mon
     again.close(remove=True)
 
 
+def test_nothing_to_give_back_writes_nothing(store: SlotStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(growing, "write_manifest")
+    store.release(["none", "of these"])
+    assert set(store.regions) == {"a", "b"}
+
+
 def test_a_region_comes_once_and_within_the_budget(store: SlotStore) -> None:
     with pytest.raises(ValueError, match="these are there: a"):
         store.reserve([FIRST[0]])

@@ -313,7 +313,7 @@ class RunMoves:
                 self._tell(f"P16 of {100 * (now.parameters - share):.0f} % of the parameters has left it for storage")
             else:
                 self._is_refused["parameters"] = True
-        elif self._leaves("gradients"):
+        elif self._leaves("gradients") and now.gradients > 0:
             share = max(0.0, now.gradients - lacking / (bytes_each(given, "gradients", False) * given.numel))
             if self._place_grads(replace(self._as_it_is, grads=share)):
                 self._tell(f"G16 of {100 * (now.gradients - share):.0f} % of the parameters leaves it for storage")

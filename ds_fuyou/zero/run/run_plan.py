@@ -607,9 +607,8 @@ class RunPlan:
             return False
         batches = [finding.measured for finding in replans if finding.cause is Cause.WORKLOAD]
         if batches:  # those that lasted, of which the last one need not be typical
-            times = replace(times, num_elements=batches[0])
+            self.profile = _scaled(self.profile, replace(times, num_elements=batches[0]), self.clock.shape)
             self._patience *= 2  # batches that keep changing, grouped by length say, are waited out longer each time
-        self.profile = _scaled(self.profile, times, self.clock.shape)
         for finding in replans:
             self.profile = with_finding(self.profile, finding)
         return True
