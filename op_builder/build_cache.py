@@ -153,8 +153,12 @@ def cache_key(plan: CompilePlan) -> str:
 
 def find_built(name: str, plan: CompilePlan) -> Path | None:
     """The library ``name.so`` for `plan` if the cache has it. Raises FuyouBuildError if it cannot be used."""
-    library = cache_directory(writes=False) / f"{name}-{cache_key(plan)}" / f"{name}.so"
+    library = _library(name, plan)
     return library if _is_there(library) else None
+
+
+def _library(name: str, plan: CompilePlan) -> Path:
+    return cache_directory(writes=False) / f"{name}-{cache_key(plan)}" / f"{name}.so"
 
 
 def build_cached(name: str, plan: CompilePlan) -> Path:
@@ -164,14 +168,12 @@ def build_cached(name: str, plan: CompilePlan) -> Path:
         FuyouBuildError: no compiler or ninja, a compile error (with the compiler's last lines), or a
             cache directory that cannot be used.
     """
-    found = find_built(name, plan)
-    if found is not None:
+    library = _library(name, plan)
+    if _is_there(library):
         with contextlib.suppress(OSError):  # of another user: root's, say
-            os.utime(found.parent)
-        return found
-    cache = cache_directory()
-    label = f"{name}-{cache_key(plan)}"
-    library = cache / label / f"{name}.so"
+            os.utime(library.parent)
+        return library
+    cache, label = cache_directory(), library.parent.name
     with _lock(cache / f"{label}.lock", f"the C++ core to be built in {cache}") as is_locked:
         if _is_there(library):
             return library

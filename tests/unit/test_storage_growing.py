@@ -185,6 +185,20 @@ def test_files_that_grew_without_a_manifest_are_opened_as_it_says(paths: list[Pa
     again.close(remove=True)
 
 
+def cut_short(
+    signals: pytest.MonkeyPatch, owner: Any = growing, name: str = "write_manifest", *, is_written: bool
+) -> None:
+    """Ctrl-C comes before a call, or behind what it writes."""
+    original = getattr(owner, name)
+
+    def interrupted(*arguments: Any) -> None:
+        if is_written:
+            original(*arguments)
+        raise KeyboardInterrupt
+
+    signals.setattr(owner, name, interrupted)
+
+
 @pytest.mark.parametrize("moment", ["before the manifest", "behind it", "behind the store's own note"])
 def test_ctrl_c_while_it_grows_leaves_a_store_that_works_and_can_be_opened(
     moment: str, paths: list[Path], monkeypatch: pytest.MonkeyPatch
@@ -192,18 +206,11 @@ def test_ctrl_c_while_it_grows_leaves_a_store_that_works_and_can_be_opened(
     store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
     write(store, "a", 1)
     store.commit(1, {"a": 0}, {})
-    write_manifest = growing.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        if moment == "behind it":
-            write_manifest(*arguments)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as signals:
         if moment == "behind the store's own note":
-            signals.setattr(SlotStore, "_add_region", interrupted)
+            cut_short(signals, SlotStore, "_add_region", is_written=False)
         else:
-            signals.setattr(growing, "write_manifest", interrupted)
+            cut_short(signals, is_written=moment == "behind it")
         with pytest.raises(KeyboardInterrupt):
             store.reserve(MORE)
     store.reserve([region for region in MORE if region.name not in store.regions])
@@ -225,14 +232,7 @@ def test_ctrl_c_while_it_grows_and_the_end_of_the_run_leave_what_can_be_opened(
     store = SlotStore.create(paths, FIRST, IDENTITY, direct=False)
     write(store, "a", 1)
     store.commit(1, {"a": 0}, {})
-    write_manifest = growing.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        if is_durable:
-            write_manifest(*arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(growing, "write_manifest", interrupted)
+    cut_short(monkeypatch, is_written=is_durable)
     with pytest.raises(KeyboardInterrupt):
         store.reserve(MORE)
     directories = store.directories
@@ -249,17 +249,12 @@ def test_ctrl_c_and_then_a_disk_that_is_full(change: str, paths: list[Path], mon
     store = SlotStore.create(paths, [*FIRST, *MORE[1:]] if change == "release" else FIRST, IDENTITY, direct=False)
     write(store, "a", 1)
     store.commit(1, {"a": 0}, {})
-    write_manifest = growing.write_manifest
-
-    def interrupted(*arguments: Any) -> None:
-        write_manifest(*arguments)
-        raise KeyboardInterrupt
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as signals:
-        signals.setattr(growing, "write_manifest", interrupted)
+        cut_short(signals, is_written=True)
         with pytest.raises(KeyboardInterrupt):
             store.reserve(MORE) if change == "reserve" else store.release(["d"])
     assert set(store.regions) == ({"a", "b", "c", "d"} if change == "reserve" else {"a", "b"})

@@ -547,8 +547,7 @@ class RunPlan:
         self.prediction, self._stage = prediction, _Stage.WATCHES
         self._threads.clear()
         if self._state.trace is not None:
-            lane_secs = {**prediction.lane_secs, "iteration": prediction.iteration_secs}
-            self._state.trace.planned(lane_secs)
+            self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
         self._watch = LaneWatch(
             prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told
         )
