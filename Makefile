@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One command a job; each prepares what it needs. Python 3.10+, a C++ compiler and a network suffice.
-#   make setup | demo | demo-crash | test | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
+#   make setup | demo | demo-crash | test | test-thorough | test-oldest | test-deepspeed | test-clients | soak-device | lint | format
 #   make faults | crash | fuzz | scripts | soak | values | quality | docs | bench | bench-planner | bench-device | clean
 #   make test-gpu | bench-gpu
 # Overridable: PYTHON, VENV, DS_VERSION, TORCH, TORCH_FLAGS (for instance a package index), EXTRAS, TEST_FLAGS.
@@ -31,7 +31,7 @@ OLDEST := PATH="$(abspath .venv-ds0189/bin):$$PATH" TORCH_EXTENSIONS_DIR="$(absp
 BUILD_TOOLS := "setuptools>=77" wheel packaging ninja psutil py-cpuinfo numpy tqdm hjson "pydantic>=2" \
 	einops msgpack
 
-.PHONY: setup demo demo-crash test test-oldest test-deepspeed test-clients soak-device faults crash fuzz scripts soak values \
+.PHONY: setup demo demo-crash test test-thorough test-oldest test-deepspeed test-clients soak-device faults crash fuzz scripts soak values \
 	quality lint format docs bench bench-planner bench-device test-gpu bench-gpu clean
 
 setup: $(STAMP)
@@ -59,7 +59,13 @@ demo-crash: setup
 
 test: lint
 	$(RUN) python tests/harness/prebuild.py
-	$(RUN) python -m pytest $(TEST_FLAGS)
+	$(RUN) python -m pytest -m "not thorough" $(TEST_FLAGS)
+
+# What takes minutes a test, and what shorter tests of `make test` show in part: before a release, and after a change of what
+# orders streams, of the C++ core, or of what a killed run leaves.
+test-thorough: setup
+	$(RUN) python tests/harness/prebuild.py
+	$(RUN) python -m pytest -m thorough $(TEST_FLAGS)
 
 # DeepSpeed's own unit tests from a checkout of its repository, stock and with the block: make test-deepspeed
 # DEEPSPEED_REPO=path. SUITE_FLAGS="--which stage3" gives every stage-3 configuration a block, not only those that offload.
@@ -162,7 +168,7 @@ $(CLIENTS)/.installed-clients: $(wildcard tests/clients/*.txt)
 test-oldest:
 	$(MAKE) setup VENV=.venv-ds0189 DS_VERSION=$(DS_OLDEST) EXTRAS=dev
 	$(OLDEST) python tests/harness/prebuild.py core CPUAdamBuilder ShareMemCommBuilder
-	$(OLDEST) python -m pytest -m compat $(TEST_FLAGS)
+	$(OLDEST) python -m pytest -m "compat and not thorough" $(TEST_FLAGS)
 
 lint: setup
 	$(RUN) ruff check

@@ -28,7 +28,7 @@ def _run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.timeout(_BUILD_SECS + 2 * _RUN_SECS)
-@pytest.mark.parametrize("variant", ["plain", "asan", "tsan"])
+@pytest.mark.parametrize("variant", [pytest.param("plain", marks=pytest.mark.thorough), "asan", "tsan"])
 def test_core(variant: str, tmp_path: Path) -> None:
     program = tmp_path / f"core_{variant}"
     built = subprocess.run(

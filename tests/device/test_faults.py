@@ -53,6 +53,7 @@ NOT_NEEDED = {
 MEASURING = ("profiling/", "zero/run/step_clock.py", "host/compute_clock.py")
 
 
+@pytest.mark.thorough
 def test_each_is_found(stock_run, tmp_path: Path) -> None:
     stock = stock_run(CASE)
     numbers = itertools.count()

@@ -736,6 +736,7 @@ def test_a_checkpoint_that_was_loaded_is_a_commit(tmp_path: Path) -> None:
     assert "a checkpoint was loaded over step 2, which this run had gone on from in place" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_killed_again_and_again_at_random(seed: int, tmp_path: Path) -> None:
     """Every start goes on; the steps after the last one equal those that nothing happened to."""

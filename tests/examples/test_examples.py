@@ -98,6 +98,7 @@ def test_lora(config, tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_twice_prints_what_an_undisturbed_one_prints(config, tmp_path: Path) -> None:
     options = ["--deepspeed_config", config("finetune_fuyou.json"), "--kills", 2, "--folder", tmp_path / "crash"]
     output = run_command([sys.executable, EXAMPLES / "crash.py", *options])

@@ -430,6 +430,7 @@ def test_a_generous_umask_builds_a_private_library(csrc: Path) -> None:
     assert builder(csrc).build() == library
 
 
+@pytest.mark.thorough
 def test_what_needs_torch_is_c_plus_plus_17(tmp_path: Path) -> None:
     """As which the core is compiled where torch is older than 2.12; tests/csrc does so with everything else."""
     builder = builder_module().FuyouCoreBuilder()
