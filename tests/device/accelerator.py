@@ -132,14 +132,15 @@ def install_from(environment: Mapping[str, str]) -> None:
     """What the harness asks of a process: settings as JSON in STANDIN; nothing where that is not set. Its device is
     that of its number on this machine, as launchers count; it must touch none of the others.
 
-    ``fault``: an ordering call of the package to leave out, as faults.py names it. ``of_rank``: settings of one rank
-    alone, by its number.
+    ``polls``: it says that waits for it take processor time, as CUDA's driver does, so that nobody knows what threads
+    did themselves. ``fault``: an ordering call of the package to leave out, as faults.py names it. ``of_rank``:
+    settings of one rank alone, by its number.
     """
     if "STANDIN" not in environment:
         return
     settings = {"index": int(environment.get("LOCAL_RANK", "0")), **json.loads(environment["STANDIN"])}
-    fault = settings.pop("fault", None)
+    fault, polls = settings.pop("fault", None), settings.pop("polls", False)
     settings |= settings.pop("of_rank", {}).get(os.environ.get("RANK", "0"), {})
-    install(**settings)
+    install(**settings).waits_block = not polls
     if fault is not None:
         leave_out(fault)

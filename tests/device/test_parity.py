@@ -32,7 +32,7 @@ def test_stock_equals_itself(name: str, stock_run, tmp_path: Path) -> None:
 def devices(number: int) -> list[dict | str]:
     if torch.cuda.is_available():
         return ["cuda"]
-    return [{"seed": 100 * turn + number, "delay_secs": delay} for turn, delay in enumerate(DELAYS)]
+    return [{"seed": 100 * turn + number, "delay_secs": delay, "polls": turn} for turn, delay in enumerate(DELAYS)]
 
 
 @pytest.mark.parametrize("number", range(len(CELLS)), ids=IDS)

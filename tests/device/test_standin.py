@@ -42,7 +42,7 @@ def run_with(variables: dict[str, str], script: Path, arguments: list[str], log:
     return process.exitcode, log.read_text(errors="replace")
 
 
-DEVICES = {"standin": {"STANDIN": json.dumps({"seed": 1, "delay_secs": 0.002})}}
+DEVICES = {"standin": {"STANDIN": json.dumps({"seed": 1, "delay_secs": 0.002, "polls": True})}}
 if torch.cuda.is_available():
     DEVICES["cuda"] = {"DS_ACCELERATOR": "cuda"}
 
