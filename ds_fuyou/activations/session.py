@@ -26,6 +26,7 @@ from ds_fuyou.activations.surroundings import RandomSource
 from ds_fuyou.activations.swapper import Swapper
 from ds_fuyou.activations.takeover import TORCH_POINTS, CheckpointTakeover, TakeoverPoint
 from ds_fuyou.activations.tier import SwapCounters, SwapTier
+from ds_fuyou.host.outermost_call import OutermostCall
 from ds_fuyou.log import log_once
 
 __all__ = ["ActivationSession"]
@@ -72,7 +73,7 @@ class ActivationSession:
         self.fates: dict[str, BlockFate] = {}  # as decided last
         self._configured = [module for module in model.modules() if "config" in vars(module)]
         self._cached_configs: list[Any] = []
-        self._depth = 0
+        self._outermost = OutermostCall()
         self._handles: list[RemovableHandle] = []
         self._model = weakref.ref(model)
         self._watch(model, self._enter_model, self._leave_model)
@@ -130,10 +131,12 @@ class ActivationSession:
         return self._is_running
 
     def _enter_model(self, model: nn.Module) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._close_hooks()
-        if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
+        if not self._outermost.enter():
+            return
+        self._close_hooks()
+        if self._is_running:  # Ctrl-C ended the last forward: it is no Exception
+            self._close_region()
+        if not (torch.is_grad_enabled() and model.training):
             return
         self.num_forwards += 1
         self._is_running = True
@@ -149,8 +152,7 @@ class ActivationSession:
         """``output`` is None after an exception. Where the model has no loss in its output, the script will compute
         one, and what it saves for that is swapped too: until backward begins, or another forward.
         """
-        self._depth = max(0, self._depth - 1)
-        if self._depth > 0:
+        if not self._outermost.leave():
             return
         stays = self._is_running and output is not None and not computes_its_loss(output)
         if self._hooks is not None and not (stays and self._hooks.may_stay):
@@ -229,12 +231,12 @@ class ActivationSession:
             self.swapper.fates = {name: fate.saved for name, fate in fates.items()}
 
     def end_step(self) -> None:
-        """A step ended: a region that an interrupt (Ctrl-C is no ``Exception``) left open is closed.
+        """A step ended: a region that an interrupt left open is closed.
 
         Raises:
             FuyouStorageError: a transfer of an activation failed and nobody has seen it yet.
         """
-        self._depth = 0
+        self._outermost.forget()
         self._close_hooks()
         self._close_region()
         if self.tier is not None:
@@ -242,7 +244,7 @@ class ActivationSession:
 
     def close(self) -> None:
         """Takes everything off the model and gives memory and storage back. Idempotent."""
-        self._depth = 0
+        self._outermost.forget()
         self._close_hooks()
         self._close_region()
         for handle in self._handles:

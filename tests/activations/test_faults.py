@@ -128,21 +128,41 @@ def test_an_exception_in_forward_leaves_nothing(model: nn.Module, tmp_path: Path
         agrees_again(swapped, expected)
 
 
-def test_an_interrupt_is_cleaned_up_at_the_end_of_the_step(model: nn.Module, tmp_path: Path) -> None:
+def interrupted(model: nn.Module) -> None:
     """Ctrl-C is no Exception, so PyTorch runs no hooks after it."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(ids())
+    handle.remove()
+
+
+def test_an_interrupt_is_cleaned_up_at_the_end_of_the_step(model: nn.Module, tmp_path: Path) -> None:
     expected = gradients(copy.deepcopy(model), train)
     with attached(model, tmp_path) as swapped:
-        handle = model.blocks[1].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            train(model)
-        handle.remove()
+        interrupted(model)
         swapped.session.end_step()
         assert not swapped.session.is_open
         agrees_again(swapped, expected)
+        assert swapped.nothing_is_left()
+
+
+@pytest.mark.parametrize("evaluates", [True, False], ids=["evaluation", "training"])
+def test_the_forward_after_an_interrupt_is_swapped(model: nn.Module, tmp_path: Path, evaluates: bool) -> None:
+    """A script may end an evaluation by Ctrl-C, or by a signal of its own, and train on."""
+    expected = gradients(copy.deepcopy(model), train)
+    with attached(model, tmp_path) as swapped:
+        with torch.set_grad_enabled(not evaluates):
+            interrupted(model)
+        with torch.no_grad():
+            model(ids())
+        assert not swapped.session.is_open
+        before = swapped.session.counters.out_bytes
+        agrees_again(swapped, expected)
+        assert swapped.session.counters.out_bytes > before
         assert swapped.nothing_is_left()
 
 

@@ -636,12 +636,19 @@ def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: 
             self.seen.append(self.config.use_cache)
             return self.part(ids)
 
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
     model = Part(Part(Plain())).train()
     with attached(model, tmp_path, recompute=lambda name: True):
         train(model)
+        handle = model.part.part.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(model)
+        handle.remove()
         model.eval()
         train(model)
-    assert [part.seen for part in (model, model.part)] == [[False, True]] * 2
+    assert [part.seen for part in (model, model.part)] == [[False, False, True]] * 2
     assert model.config.use_cache
     assert model.part.config.use_cache
     assert told().count("A script that trains on past_key_values gives use_cache=True") == 1

@@ -168,6 +168,24 @@ def test_the_next_forward_is_recorded_a_compiled_one_where_that_is_asked_for(eve
     assert watch.recorded() == ((), {}), "one forward alone"
 
 
+def test_an_evaluation_that_an_interrupt_ended_does_not_hide_what_is_trained() -> None:
+    model = Model()
+    watch = StepClock(model, HostClock())
+    watch.record_next([], None, even_compiled=False)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    model.work = interrupt
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 3))
+    model.work = lambda: None
+    model(torch.ones(2, 3))
+    assert watch.end_step().num_forwards == 1
+    blocks, _ = watch.recorded()
+    assert [block.name for block in blocks] == [""]
+
+
 @pytest.mark.parametrize("following", [Phase.FORWARD, Phase.STEP])
 def test_a_backward_that_never_ended_is_not_counted(following: Phase) -> None:
     device = TimedDevice()

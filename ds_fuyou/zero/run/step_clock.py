@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ds_fuyou.activations.blocks import Block
 from ds_fuyou.host.compute_clock import ComputeClock, Phase
 from ds_fuyou.host.device import Device
+from ds_fuyou.host.outermost_call import OutermostCall
 from ds_fuyou.planner.hardware import ThreadSecs
 from ds_fuyou.planner.profile import BlockCost
 from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
@@ -52,7 +53,7 @@ class StepClock:
         self.recorded_elements = 0
         """Of the forward that was recorded last."""
         self._wanted: tuple[Sequence[Block], SavedHooks | None, bool] | None = None
-        self._depth = 0
+        self._outermost = OutermostCall()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
             model.register_forward_hook(torch.compiler.disable(self._leave), always_call=True),
@@ -84,8 +85,10 @@ class StepClock:
         return ((), {}) if recorder is None else (recorder.profiles(), recorder.once)
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or not (torch.is_grad_enabled() and model.training):
+        if not self._outermost.enter():
+            return
+        self._close_recorder()  # of a forward that Ctrl-C ended
+        if not (torch.is_grad_enabled() and model.training):
             return
         if not self._shapes:
             self._since = self._secs()  # what the last step did after its end is not this one's
@@ -99,8 +102,7 @@ class StepClock:
         self._clock.enter(Phase.FORWARD)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._depth = max(0, self._depth - 1)
-        if self._depth or self._clock.phase is not Phase.FORWARD:
+        if not self._outermost.leave() or self._clock.phase is not Phase.FORWARD:
             return
         self._close_recorder()
         self._clock.enter(Phase.BACKWARD)
@@ -119,7 +121,7 @@ class StepClock:
         counts in the next step, unless ``wait`` says that the host waits for it.
         """
         self._clock.settle(wait=wait)
-        self._depth = 0
+        self._outermost.forget()
         self._close_recorder()
         count = max(1, len(self._shapes))
         (forward, in_forward), (backward, in_backward), (_, in_step) = (
