@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -647,16 +647,17 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.__dict__.get("rank_state")
         if state is None or state.has_ended:
             return
-        for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
-            for hook in self.__dict__.get(name, ()):
-                hook.remove()
-        self.parameter_offload.destroy()
-        self._disown()
-        self.run_plan.close()
-        self._token_count.remove()
-        if state.store is not None and state.resumed is not None:  # also where all of it had been taken over
-            state.store.keep_because("the engine could not be built")
-        state.close()
+        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+            ending.callback(state.close)
+            if state.store is not None and state.resumed is not None:  # also where all of it had been taken over
+                ending.callback(state.store.keep_because, "the engine could not be built")
+            ending.callback(self._token_count.remove)
+            ending.callback(self.run_plan.close)
+            ending.callback(self._disown)
+            ending.callback(self.parameter_offload.destroy)
+            for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
+                for hook in self.__dict__.get(name, ()):
+                    ending.callback(hook.remove)
 
     def lose_parameters(self) -> None:
         """Another training engine takes them: this one makes no further steps."""
@@ -673,23 +674,25 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._end_here(why)
 
     def _end_here(self, why: str) -> None:
-        self._disown()
-        give_back(self.optimizer)
-        if self._across_batches is not None:
-            self._across_batches.forget()
+        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+            ending.callback(self.fp16_partitioned_groups_flat.clear)
+            ending.callback(self.rank_state.close, why)
+            ending.callback(unwatch_gathers, self.module, self.parameter_offload.get_param_coordinator())
+            for hook in (*self._forward_hooks, self._token_count):
+                ending.callback(hook.remove)
+            ending.callback(self.run_plan.close)
+            for part in (super().destroy, partial(release_gathered, self.module)):
+                ending.callback(self._unless_failed, part)
+            if self._across_batches is not None:
+                ending.callback(self._across_batches.forget)
+            ending.callback(give_back, self.optimizer)
+            ending.callback(self._disown)
+
+    def _unless_failed(self, part: Callable[[], None]) -> None:
+        """Where the device has failed, its errors are told alone."""
         try:
-            for part in (partial(release_gathered, self.module), super().destroy):
-                try:
-                    part()
-                except RuntimeError as error:
-                    if not failure_of(self.rank_state.device):
-                        raise
-                    get_logger().error("while the engine ended, its device having failed: %s", error)
-        finally:
-            self.run_plan.close()
-            self._token_count.remove()
-            for hook in self._forward_hooks:
-                hook.remove()
-            unwatch_gathers(self.module, self.parameter_offload.get_param_coordinator())
-            self.rank_state.close(why)
-            self.fp16_partitioned_groups_flat.clear()
+            part()
+        except RuntimeError as error:
+            if not failure_of(self.rank_state.device):
+                raise
+            get_logger().error("while the engine ended, its device having failed: %s", error)

@@ -310,14 +310,19 @@ def core_refuses(swap: str) -> str:
 
 
 def ends_badly(engine: Any) -> str:
-    """What destroy() raises where one part of an engine closes with an error."""
+    """What destroy() raises where parts of an engine close with an error."""
     state = engine.optimizer.rank_state
-    held = state.parameters
+    held, end_plan = state.parameters, engine.optimizer.run_plan.close
 
     def refuse() -> None:
         held.close()
         raise OSError("this part did not end well")
 
+    def refuse_first() -> None:
+        end_plan()
+        raise ValueError("an earlier part did not end well")
+
+    engine.optimizer.run_plan.close = refuse_first
     state.parameters = types.SimpleNamespace(close=refuse)
     try:
         engine.destroy()

@@ -363,7 +363,7 @@ class RunPlan:
         if share is not None and abs(share - kept.redo_share) > _NEWS:
             found = replace(found, redo_share=share)
         rate = None if self._watch is None else self._watch.usual().get(Cause.UPDATES)
-        is_alone = dist.get_world_size() == 1 and not kept.device_is_host  # else others' rates count, or cores' alone
+        is_alone = kept.world_size == 1 and not kept.device_is_host  # else others' rates count, or cores' alone
         if rate is not None and is_alone and abs(rate / kept.update_rate - 1) > _NEWS:
             found = replace(found, update_rate=rate)
         if is_alone and len(self._threads) >= _FEWEST_STEPS:
