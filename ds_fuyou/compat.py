@@ -227,7 +227,7 @@ REQUIRED: tuple[RequiredName, ...] = (
         (
             "_PartitionedParameterCoordinator__params_to_release",
             "self submodule_to_release step_id",
-            "zero: forgets its answers when other parameters are on storage",
+            "zero: forgets its answers when other parameters are on storage, or an engine has ended",
         ),
     ),
     *_of(
@@ -248,6 +248,7 @@ REQUIRED: tuple[RequiredName, ...] = (
         "deepspeed.runtime.zero.parameter_offload",
         "",
         ("DeepSpeedZeRoOffload.destroy", "self", "zero: watched, the end of an engine without an optimizer"),
+        ("FWD_MODULE_STACK", "", "zero: forgets the modules of an engine that has ended"),
     ),
     *_of(
         "deepspeed.runtime.zero.offload_config",

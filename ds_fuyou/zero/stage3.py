@@ -76,6 +76,7 @@ from ds_fuyou.zero.sleeping import fall_asleep
 from ds_fuyou.zero.stock import (
     bound_gathered,
     combined_grad_norm,
+    forget_modules,
     is_boundary,
     iter_module_params,
     reused_numel,
@@ -123,6 +124,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._build(current_activation())
         except BaseException:
             self.parameter_offload.destroy()  # the model must not keep the hooks of an engine that was never built
+            self._forget_modules()
             raise
 
     def _build(self, activation: Activation) -> None:
@@ -642,6 +644,9 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             if owners.get(ds_id) is self:
                 del owners[ds_id]
 
+    def _forget_modules(self) -> None:
+        forget_modules(self.module, self.parameter_offload.get_param_coordinator())
+
     def undo_build(self) -> None:
         """What came behind our part has failed: the script gets no engine that it could destroy."""
         state = self.__dict__.get("rank_state")
@@ -654,6 +659,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             ending.callback(self._token_count.remove)
             ending.callback(self.run_plan.close)
             ending.callback(self._disown)
+            ending.callback(self._forget_modules)
             ending.callback(self.parameter_offload.destroy)
             for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
                 for hook in self.__dict__.get(name, ()):
@@ -681,6 +687,7 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             for hook in (*self._forward_hooks, self._token_count):
                 ending.callback(hook.remove)
             ending.callback(self.run_plan.close)
+            ending.callback(self._forget_modules)
             for part in (super().destroy, partial(release_gathered, self.module)):
                 ending.callback(self._unless_failed, part)
             if self._across_batches is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.runtime import utils as ds_utils
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
@@ -21,9 +22,11 @@ from ds_fuyou.parameters.store import ParameterStore
 __all__ = [
     "bound_gathered",
     "combined_grad_norm",
+    "forget_modules",
     "get_norm_dtype",
     "is_boundary",
     "is_ours",
+    "is_served",
     "iter_module_params",
     "of_coordinator",
     "reused_numel",
@@ -71,6 +74,26 @@ def bound_gathered(coordinator: Any, parameters: ParameterStore, itemsize: int) 
     for name, value in stock.items():
         set_of_coordinator(coordinator, name, min(value, parameters.read_bytes // itemsize // 4) if is_bound else value)
     _cache_of(of_coordinator(coordinator, "params_to_release")).cache_clear()  # it remembers answers of another bound
+
+
+def is_served(module: torch.nn.Module) -> bool:
+    """Whether an engine fetches the module's parameters."""
+    hooks = module._forward_pre_hooks.values()
+    return any(getattr(hook, "__module__", "") == parameter_offload.__name__ for hook in hooks)
+
+
+def forget_modules(module: torch.nn.Module, coordinator: Any) -> None:
+    """An engine of this model has ended: what no other one serves goes when the script lets it go, and its parameters
+    with it. DeepSpeed keeps the roots of all engines of a process, what runs of a forward that an exception ended, and
+    each module whose parameters it has let go. In such a forward whoever reads a parameter would gather it for ever.
+    """
+    ended = {child for child in module.modules() if not is_served(child)}
+    for child in ended:
+        if getattr(child._parameters, "_in_forward", False):
+            child._parameters._in_forward = False
+    kept = parameter_offload.FWD_MODULE_STACK
+    kept[:] = [each for each in kept if each not in ended]
+    _cache_of(of_coordinator(coordinator, "params_to_release")).cache_clear()
 
 
 def _cache_of(function: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -11,11 +12,13 @@ import signal
 import sys
 import time
 import types
+import weakref
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 
 from ds_fuyou.errors import FuyouConfigError
@@ -281,7 +284,7 @@ def refused(swap: str, tiers: str) -> list[str]:
     numel = sum(param.numel() for param in build_model({}).parameters())
     other = plan_document(numel, 4, {"block_input": (4, 0, 0), "mlp_up": (1, 1, 2)})
     said = []
-    mistakes = {  # DeepSpeed holds on to a model whose engine it could not build: so only one of them is on storage
+    mistakes = {
         "states": {"trace": f"{swap}/none/trace.json"},
         tiers: {"plan": other, "activations": {"mode": "auto"}},
     }
@@ -331,13 +334,21 @@ def ends_badly(engine: Any) -> str:
     return "nothing"
 
 
+def fails_in_forward(engine: Any) -> None:
+    """As a trial ends that has no memory left."""
+    handle = engine.module.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        engine(**make_batch({}, 0, 0))
+    handle.remove()
+
+
 def freed(swap: str, tiers: str) -> dict[str, Any]:
-    """What is left after destroy(), the engine still referenced; and memory over many engines."""
+    """What is left after destroy(), the engine still referenced, and without one; and memory over many engines."""
     wide = {"width": 512, "num_layers": 4}  # 9 million parameters
     stock = make_engine(swap, None, 0)  # what torch and DeepSpeed start by themselves is there before counting
     train(stock, 0, 1)
     stock.destroy()
-    counts, sizes, said = [counted(swap, stock)], [], refused(swap, tiers)
+    counts, sizes, said, models, gathered = [counted(swap, stock)], [], refused(swap, tiers), 0, 0
     del stock
     swaps: dict[str, Any] = {"activations": {"mode": "swap", "tier": "nvme"}} if tiers == "all" else {}
     for index in range(6):
@@ -345,14 +356,18 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
         train(engine, 0, 2)
         ctypes.CDLL(None).malloc_trim(0)  # holes of the heap are nobody's
         sizes.append(resident_bytes())
+        if index == 2:
+            fails_in_forward(engine)
         if index < 5:
             engine.destroy()
         else:
             said.append(ends_badly(engine))
         counts.append(counted(swap, engine))  # the engine is still there
-        p16 = sum(2 * param.ds_numel for param in engine.module.parameters())
+        gathered += engine.module.tokens.weight.ds_status is ZeroParamStatus.AVAILABLE
+        model = weakref.ref(engine.module)
         del engine
         gc.collect()
+        models += model() is not None
     fewest = min(count["threads"] for count in counts[1:])  # the first one also starts threads that torch keeps
     counts[0]["threads"], counts[-1]["threads"] = fewest, num_threads(fewest)
     return {
@@ -360,7 +375,8 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
         "after": counts[-1],
         "growth": max(sizes[3:]) - max(sizes[:3]),
         "refused": said,
-        "parameters": p16,
+        "models": models,
+        "gathered": gathered,
     }
 
 

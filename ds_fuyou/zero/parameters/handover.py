@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch.nn import Parameter
 
@@ -27,6 +26,7 @@ from ds_fuyou.zero.parameters.param_swapper import (
     stores_of,
     swaps_here,
 )
+from ds_fuyou.zero.stock import is_served
 
 __all__ = ["activation_of_params", "bring_home", "owners", "report_inference", "take_over"]
 
@@ -103,8 +103,7 @@ def _forget_ended(module: torch.nn.Module) -> None:
     a coordinator that knows neither its order nor its reads, and whose gathers in flight nobody ends.
     """
     for child in module.modules():
-        hooks: Any = child._forward_pre_hooks.values()
-        if not any(getattr(hook, "__module__", "") == DeepSpeedZeRoOffload.__module__ for hook in hooks):
+        if not is_served(child):
             for name in ("pre_bwd_fn", "post_bwd_fn"):
                 child.__dict__.pop(name, None)
 

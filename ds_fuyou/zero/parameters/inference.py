@@ -52,7 +52,13 @@ from ds_fuyou.zero.parameters.param_swapper import (
 )
 from ds_fuyou.zero.run.budgets import planned_host_bytes
 from ds_fuyou.zero.run.neighbours import cores_of_rank, count_neighbours, free_memory_of_rank
-from ds_fuyou.zero.stock import bound_gathered, iter_module_params, watch_releases, without_prefetch_to_host
+from ds_fuyou.zero.stock import (
+    bound_gathered,
+    forget_modules,
+    iter_module_params,
+    watch_releases,
+    without_prefetch_to_host,
+)
 
 __all__ = ["InferenceReads", "end_reads", "reads_of_inference", "watch"]
 
@@ -295,6 +301,7 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
         reads.end()
         unwatch_gathers(module, coordinator)
         stock_destroy()
+        forget_modules(module, coordinator)
 
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
     without_prefetch_to_host(coordinator)
