@@ -9,7 +9,8 @@ between two events belongs to what the first one began. Between the two events o
 between them is time in which the device idled, whether the copy it needs was late or the host was late to issue it.
 A computing stream that was ahead of its copies shows nothing there, however long the host itself waited.
 
-Events are read after they have passed, at the latest at the end of the next step: nobody waits for one.
+Events are read after they have passed, at the latest at the end of the next step: nobody waits for one. Forwards that
+no backward follows, an evaluation's among them, may have many until then: so hundreds are not left to it.
 
 [Note: thread seconds]
 The threads that run the model (the training thread, and autograd's on a device) issue work, look for parameters and
@@ -49,6 +50,7 @@ class Phase(enum.Enum):
     GRADIENTS = "waits for memory of gradients"
 
 
+_MANY_MARKS = 512
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
 _EXPOSED = (Phase.STEP, Phase.PARAMETERS, Phase.ACTIVATIONS, Phase.GRADIENTS)
 
@@ -180,6 +182,8 @@ class DeviceClock:
 
     def _mark(self) -> None:
         self._marks.append((self._device.record_event(timed=True), self.phase, self._block))
+        if len(self._marks) > _MANY_MARKS:
+            self.settle()
 
     def enter(self, phase: Phase) -> None:
         if phase is self.phase:

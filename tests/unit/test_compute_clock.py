@@ -213,6 +213,20 @@ def test_a_mark_of_another_stream_may_be_passed_before_the_one_ahead_of_it() -> 
     assert len(clock._marks) == 1
 
 
+def test_marks_of_an_evaluation_behind_a_forward_without_backward_do_not_grow() -> None:
+    device = TimedDevice()
+    clock = DeviceClock(device)
+    clock.enter(Phase.FORWARD)
+    clock.enter(Phase.BACKWARD)
+    for _ in range(10_000):
+        with clock.within(Phase.PARAMETERS):
+            device.wait_for_copy(device.stream_secs + 1.0)
+        device.host_waits_for_norm()
+    assert len(clock._marks) <= 1024
+    clock.settle()
+    assert clock.secs(Phase.PARAMETERS) == 10_000.0
+
+
 def test_waits_outside_of_training_are_not_timed() -> None:
     device = TimedDevice()
     clock = DeviceClock(device)
