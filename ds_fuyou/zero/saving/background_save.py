@@ -53,6 +53,7 @@ class Save:
         """This rank was the last one, and did."""
         self._files, self._snapshot = list(files), snapshot
         self._is_cancelled = False
+        self._taken = threading.Lock()  # by the thread, or by who drops it
         self._ended = threading.Event()
         self._begin, self._pid = time.perf_counter(), os.getpid()
 
@@ -66,7 +67,17 @@ class Save:
             self._failed(error)
             self._end()
 
+    def drop(self) -> bool:
+        """Ctrl-C came as it was to start. Whether no thread has begun; then none does."""
+        if not self._taken.acquire(blocking=False):
+            return False
+        self.discard()
+        self._end()
+        return True
+
     def _run(self) -> None:
+        if not self._taken.acquire(blocking=False):
+            return
         try:
             stay_unbound()
             try:

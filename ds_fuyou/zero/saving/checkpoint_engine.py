@@ -261,8 +261,9 @@ def _save(
     behind = _is_behind(engine, makers)
     latest = (Path(save_dir, "latest"), tag) if save_latest and (behind or dist.get_rank() == 0) else None
     parts = Parts(folder / hidden, folder / name, dist.get_rank(), makers, latest, lock)
+    state: CheckpointState = engine.optimizer.checkpoint_state
+    save: Save | None = None
     try:
-        state: CheckpointState = engine.optimizer.checkpoint_state
         with _streaming(engine) as writer:
             _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
             result = saved(tag=hidden if folder == Path(save_dir) else os.fspath(folder / hidden), save_latest=False)
@@ -270,11 +271,13 @@ def _save(
             save = Save(str(folder / name), writer.files, state.snapshot, parts)
             for edits_wait_for in writer.read_behind:
                 edits_wait_for(save.wait)
+        state.save, engine.optimizer.rank_state.core.finish_first = save, save.finish
+        save.start(publishes=behind)
     except BaseException:
-        parts.end()
+        if save is None or save.drop():
+            state.save = engine.optimizer.rank_state.core.finish_first = None
+            parts.end()
         raise
-    save.start(publishes=behind)
-    state.save, engine.optimizer.rank_state.core.finish_first = save, save.finish
     if not behind:
         end_last_save(engine)
     return result
