@@ -86,10 +86,16 @@ def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]
     """The smallest of each over all ranks (of ``group``); whole numbers are exact below 2^53, and powers of two."""
     if dist.get_world_size(group=group) == 1:
         return list(values)
-    # Under zero.Init torch's own constructors make everything 16 bits wide.
-    tensor = torch.from_numpy(numpy.array(values, dtype=numpy.float64)).to(get_accelerator().current_device_name())
+    # Not every device has fp64. Under zero.Init torch's own constructors make everything 16 bits wide.
+    tensor = torch.from_numpy(_in_order(numpy.array(values, dtype=numpy.float64).view(numpy.int64)))
+    tensor = tensor.to(get_accelerator().current_device_name())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
-    return [float(value) for value in tensor.tolist()]
+    return [float(value) for value in _in_order(tensor.cpu().numpy()).view(numpy.float64)]
+
+
+def _in_order(bits: numpy.ndarray) -> numpy.ndarray:
+    """Bits of fp64 as whole numbers that are ordered as those are, and back."""
+    return numpy.where(bits < 0, bits ^ numpy.iinfo(numpy.int64).max, bits)
 
 
 class LoadMeetings:
