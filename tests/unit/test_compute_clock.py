@@ -168,22 +168,31 @@ def test_the_next_forward_is_recorded_a_compiled_one_where_that_is_asked_for(eve
     assert watch.recorded() == ((), {}), "one forward alone"
 
 
-def test_an_evaluation_that_an_interrupt_ended_does_not_hide_what_is_trained() -> None:
-    model = Model()
-    watch = StepClock(model, HostClock())
-    watch.record_next([], None, even_compiled=False)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_forward_that_an_interrupt_ended_is_as_if_it_had_not_begun(evaluates: bool) -> None:
+    device = TimedDevice()
+    clock = DeviceClock(device)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)))
+    watch = StepClock(model, clock)
+    watch.record_next(find_blocks(model, ["Sequential"]), None, even_compiled=False)
 
-    def interrupt() -> None:
+    def interrupt(*_: object) -> None:
+        device.compute(5.0)
         raise KeyboardInterrupt
 
-    model.work = interrupt
-    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+    handle = model[1].register_forward_pre_hook(interrupt)
+    with torch.set_grad_enabled(not evaluates), pytest.raises(KeyboardInterrupt):
         model(torch.ones(2, 3))
-    model.work = lambda: None
+    handle.remove()
+    with torch.no_grad():
+        model(torch.ones(4, 3))
+    model[1].register_forward_hook(lambda *_: device.compute(1.0))
     model(torch.ones(2, 3))
-    assert watch.end_step().num_forwards == 1
+    clock.enter(Phase.OUTSIDE)
+    times = watch.end_step(wait=True)
+    assert (times.num_forwards, times.num_elements, times.forward_secs) == (1, 6.0, 1.0)
     blocks, _ = watch.recorded()
-    assert [block.name for block in blocks] == [""]
+    assert [block.name for block in blocks] == ["0", "1", ""]
 
 
 @pytest.mark.parametrize("following", [Phase.FORWARD, Phase.STEP])

@@ -24,6 +24,8 @@ from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
 
+_Recording = tuple[Sequence[Block], SavedHooks | None, bool]
+
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -52,7 +54,8 @@ class StepClock:
         """Of a micro-batch of the last step: the mean of all, where they have as many dimensions."""
         self.recorded_elements = 0
         """Of the forward that was recorded last."""
-        self._wanted: tuple[Sequence[Block], SavedHooks | None, bool] | None = None
+        self._wanted: _Recording | None = None
+        self._recording: _Recording | None = None
         self._outermost = OutermostCall()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
@@ -87,14 +90,15 @@ class StepClock:
     def _enter(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._outermost.enter():
             return
-        self._close_recorder()  # of a forward that Ctrl-C ended
+        self._undo_interrupted()
         if not (torch.is_grad_enabled() and model.training):
             return
         if not self._shapes:
             self._since = self._secs()  # what the last step did after its end is not this one's
         self._shapes.append(_shape_of((args, kwargs)))
         if self._wanted is not None and model is self._model():  # a deep copy has the hooks, too
-            (blocks, hooks, even_compiled), self._wanted = self._wanted, None
+            self._recording, self._wanted = self._wanted, None
+            blocks, hooks, even_compiled = self._recording
             if even_compiled or not _is_compiled(model):
                 self.recorded_elements = math.prod(self._shapes[-1])
                 self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None, device=self._device)
@@ -106,6 +110,16 @@ class StepClock:
             return
         self._close_recorder()
         self._clock.enter(Phase.BACKWARD)
+
+    def _undo_interrupted(self) -> None:
+        """A forward that Ctrl-C ended is as if it had not begun."""
+        if self._clock.phase is Phase.FORWARD:
+            self._clock.enter(Phase.OUTSIDE)
+            self._clock.settle(wait=True)
+            self._shapes.pop()
+        if self.recorder is not None and self.recorder.is_open:
+            self._close_recorder()
+            self._wanted = self._recording
 
     def _close_recorder(self) -> None:
         if self.recorder is not None and self.recorder.is_open:
