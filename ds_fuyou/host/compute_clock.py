@@ -41,7 +41,7 @@ Span = Callable[["Phase", str, int, int], None]
 class Phase(enum.Enum):
     """What the computing stream does, or waits for."""
 
-    OUTSIDE = "outside"  # between steps and micro-batches: the script's own
+    OUTSIDE = "outside"  # between steps and micro-batches: the script's own, with all it waits for
     FORWARD = "forward"
     BACKWARD = "backward"  # from the end of forward, so the script's loss counts too
     STEP = "step()"
@@ -110,7 +110,7 @@ class HostClock:
         self.phase, self._began = phase, (time.perf_counter(), self._waited())
         if _counts(before, phase):
             wall, waited = (now - at for now, at in zip(self._began, then, strict=True))
-            self._secs[before] += max(0.0, wall - waited)
+            self._secs[before] += wall if before is Phase.OUTSIDE else max(0.0, wall - waited)
 
     def within(self, phase: Phase) -> AbstractContextManager[None]:
         return nullcontext()

@@ -43,11 +43,12 @@ class Cause(enum.Enum):
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """One step: wall seconds, seconds in which the training thread did not wait for us, busy seconds and bytes of
-    lanes, updated parameters, and elements of the batch in a micro-batch.
+    """One step: wall seconds and those of them that the script took outside of it, seconds of forwards and backwards
+    without waits, busy seconds and bytes of lanes, updated parameters, and elements of the batch in a micro-batch.
     """
 
     secs: float
+    outside_secs: float
     compute_secs: float
     read_secs: float
     write_secs: float
@@ -146,7 +147,8 @@ class LaneWatch:
         moved = now.read_bytes + now.write_bytes
         yield Cause.BYTES, planned.storage_bytes, moved, moved > (1 + GAP) * planned.storage_bytes > 0
         step = planned.iteration_secs
-        yield Cause.STEP, step, now.secs, not step / (1 + GAP) <= now.secs <= step * (1 + GAP)
+        nearest = min(max(step, now.secs - now.outside_secs), now.secs)  # outside, lanes may have gone on
+        yield Cause.STEP, step, nearest, not step / (1 + GAP) <= nearest <= step * (1 + GAP)
         for cause, usual in self._usual.items():
             rate = _rate_of(cause, now)
             yield cause, usual, rate, 0 < rate < usual / (1 + GAP)

@@ -13,6 +13,7 @@ from tests.planner.profiles import PROFILE, predicted
 
 GOOD = StepMeasurement(
     secs=4.0,
+    outside_secs=0.0,
     compute_secs=3.9,
     read_secs=0.7,
     write_secs=1.4,
@@ -92,6 +93,16 @@ def test_more_bytes_and_an_unexplained_step_are_told() -> None:
     for secs in (6.0, 2.0):
         (finding,) = _steps(_watch(), replace(GOOD, secs=secs), 20)
         assert (finding.cause, finding.measured) == (Cause.STEP, secs)
+
+
+def test_what_a_script_does_between_steps_is_no_gap_nor_is_a_step_whose_lanes_went_on_meanwhile() -> None:
+    """Storage that bounds a step of 4 s may have done some of its work outside, and then it waits for less inside."""
+    for inside in (2.0, 4.0, 4.9):
+        assert _steps(_watch(), replace(GOOD, secs=inside + 60, outside_secs=60.0), 20) == []
+    (finding,) = _steps(_watch(), replace(GOOD, secs=66.0, outside_secs=60.0), 20)
+    assert (finding.cause, finding.measured) == (Cause.STEP, 6.0)
+    (finding,) = _steps(_watch(), replace(GOOD, secs=2.0, outside_secs=1.0), 20)
+    assert (finding.cause, finding.measured) == (Cause.STEP, 2.0)
 
 
 def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> None:

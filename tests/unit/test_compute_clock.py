@@ -123,6 +123,17 @@ def test_a_device_that_waits_for_a_copy_idles_though_the_host_does_not() -> None
     assert device.num_host_waits == 0
 
 
+def test_what_a_script_does_outside_of_steps_is_told_apart() -> None:
+    device = TimedDevice()
+    clock = DeviceClock(device)
+    run = Run(device, clock)
+    for between in (0.0, 30.0):
+        device.host_works(between)
+        times = run.step(lambda: device.compute(1.0), lambda: device.compute(2.0))
+        assert times.outside_secs == between
+    assert clock.exposed_secs == 0.5, "the rest of the first step()"
+
+
 def test_a_host_that_is_late_leaves_the_device_idle_in_the_wait_alone() -> None:
     device = TimedDevice()
     clock = DeviceClock(device)
@@ -256,6 +267,10 @@ def test_the_host_keeps_its_own_seconds() -> None:
     assert clock.secs(Phase.FORWARD) == 0.0, "less what was waited"
     assert clock.exposed_secs == 1000.0
     assert lane_times(clock).compute_of(1500.0) == 500.0
+    time.sleep(0.01)
+    waited = 2000.0
+    clock.enter(Phase.FORWARD)
+    assert clock.secs(Phase.OUTSIDE) >= 0.01, "waits for an evaluation's parameters are the script's"
 
 
 def worked(secs: float) -> None:

@@ -579,12 +579,12 @@ class RunPlan:
         began, lanes, updated, _ = self._at
         now, current, num_updated, _ = self._look()
         step = current.since(lanes)
-        secs = now - began
         self._threads.append(times.thread)
         found = watch.step(
             StepMeasurement(
-                secs=secs,
-                compute_secs=step.compute_of(secs),
+                secs=now - began,
+                outside_secs=times.outside_secs,
+                compute_secs=times.forward_secs + times.backward_secs,
                 read_secs=step.read_secs,
                 write_secs=step.write_secs,
                 update_secs=step.update_secs,

@@ -31,7 +31,7 @@ _Recording = tuple[Sequence[Block], SavedHooks | None, bool]
 class StepTimes:
     """Seconds of all forwards and backwards of a step without the waits in them, by the rank's clock; ``num_elements``
     of a micro-batch; ``thread``: what threads did themselves of a micro-batch, and between its last backward and the
-    step's end.
+    step's end; ``outside_secs``: the script's own, since the end of the step before.
     """
 
     num_forwards: int
@@ -39,6 +39,7 @@ class StepTimes:
     backward_secs: float
     num_elements: float
     thread: ThreadSecs
+    outside_secs: float
 
 
 class StepClock:
@@ -66,6 +67,7 @@ class StepClock:
     def _reset(self) -> None:
         self._shapes: list[tuple[int, ...]] = []
         self._since = self._secs()
+        self._outside_secs = self._clock.secs(Phase.OUTSIDE)
 
     def _secs(self) -> tuple[tuple[float, float], ...]:
         """Of forward, of backward, and of what is neither: the rank's clock's and the threads' own."""
@@ -142,7 +144,9 @@ class StepClock:
             (now[0] - then[0], now[1] - then[1]) for now, then in zip(self._secs(), self._since, strict=True)
         )
         thread = ThreadSecs(in_forward / count, in_backward / count, in_step)
-        times = StepTimes(len(self._shapes), forward, backward, sum(map(math.prod, self._shapes)) / count, thread)
+        num_elements = sum(map(math.prod, self._shapes)) / count
+        outside = self._clock.secs(Phase.OUTSIDE) - self._outside_secs
+        times = StepTimes(len(self._shapes), forward, backward, num_elements, thread, outside)
         if self._shapes:
             are_alike = len({len(shape) for shape in self._shapes}) == 1
             means = (round(sum(sizes) / count) for sizes in zip(*self._shapes, strict=are_alike))
