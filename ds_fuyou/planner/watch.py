@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ds_fuyou.planner.lanes import Lane
 from ds_fuyou.planner.profile import RunProfile
 from ds_fuyou.planner.profiled import Prediction
 
@@ -22,6 +23,7 @@ __all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement",
 
 GAP = 0.25
 LASTING = 5
+_MUCH_LESS, _COMPILING_SECS = 0.5, 0.5  # of what was measured; that compiling, or looking for fast kernels, takes
 
 
 class Cause(enum.Enum):
@@ -32,6 +34,7 @@ class Cause(enum.Enum):
     WRITES = "storage writes more slowly"
     UPDATES = "the cpu optimizer is slower"
     COMPUTE = "compute takes longer"
+    LESS_COMPUTE = "compute takes much less than when it was measured"
     BYTES = "more bytes go to and from storage"
     STEP = "the whole step"
 
@@ -142,8 +145,12 @@ class LaneWatch:
         """(cause, expected, found, whether that is off)."""
         planned = self._predicted
         elements = self._num_elements
-        yield Cause.WORKLOAD, elements, now.num_elements, is_another(elements, now.num_elements)
+        is_other = is_another(elements, now.num_elements)
+        yield Cause.WORKLOAD, elements, now.num_elements, is_other
         yield Cause.COMPUTE, self._compute_secs, now.compute_secs, now.compute_secs > (1 + GAP) * self._compute_secs
+        alone, took = planned.lane_secs[Lane.GPU.label], now.compute_secs
+        is_less = not is_other and 0 < took < min(_MUCH_LESS * alone, alone - _COMPILING_SECS)
+        yield Cause.LESS_COMPUTE, alone, took, is_less
         moved = now.read_bytes + now.write_bytes
         yield Cause.BYTES, planned.storage_bytes, moved, moved > (1 + GAP) * planned.storage_bytes > 0
         step = planned.iteration_secs

@@ -105,6 +105,18 @@ def test_what_a_script_does_between_steps_is_no_gap_nor_is_a_step_whose_lanes_we
     assert (finding.cause, finding.measured) == (Cause.STEP, 2.0)
 
 
+def test_a_step_that_compiled_when_it_was_measured_is_found_out_but_not_a_shorter_batch() -> None:
+    quick = replace(GOOD, compute_secs=1.9, secs=2.0)
+    (finding,) = _steps(_watch(), quick, 20)
+    assert (finding.cause, finding.expected, finding.measured) == (Cause.LESS_COMPUTE, 4.0, 1.9)
+    assert _steps(_watch(), replace(GOOD, compute_secs=2.1), 20) == []
+    short = predicted(replace(PROFILE, forward_secs=0.1, backward_secs=0.3))
+    noisy = replace(GOOD, compute_secs=0.1, secs=short.iteration_secs)
+    assert _steps(LaneWatch(short, 9.0, PROFILE.num_elements), noisy, 20) == [], "nothing compiles that quickly"
+    shorter = replace(quick, num_elements=100.0)
+    assert [found.cause for found in _steps(_watch(), shorter, 20)] == [Cause.WORKLOAD]
+
+
 def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> None:
     planned = predicted()
     watch = LaneWatch(planned, planned.thread_secs, PROFILE.num_elements, patience=4 * LASTING)

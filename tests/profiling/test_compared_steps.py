@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +14,94 @@ import deepspeed
 import pytest
 import torch
 
-from ds_fuyou.planner.watch import StepMeasurement
+import ds_fuyou.zero.run.run_plan as run_plan
+from ds_fuyou.planner.watch import LASTING, Cause, StepMeasurement
 from tests.harness.models import TinyGPT
 from tests.harness.runner import ds_config
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
 MODEL = {"num_layers": 2, "width": 72, "vocabulary": 500}
+PLANNED = 3  # steps, until the next one is compared
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Any]:
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setenv("DS_FUYOU_PROFILES", str(tmp_path / "profiles"))
     swap = tmp_path / "swap"
     swap.mkdir()
     torch.manual_seed(0)
     model = TinyGPT(**MODEL)
     fuyou = {"nvme_path": str(swap), "optimizer": {"tier": "nvme"}, "dram_budget_bytes": 4 << 30}
-    config = ds_config(gradient_clipping=0.0, fuyou=fuyou)
+    plan = {"smallest_swapped_bytes": 1024, "activation_bytes": 65536}
+    auto = {"activations": {"mode": "auto"}, "gpu_budget_bytes": 150_000, "plan": plan}
+    config = ds_config(gradient_clipping=0.0, fuyou={**fuyou, **auto})
     made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     yield made
     made.destroy()
 
 
-def train(engine: Any, count: int) -> None:
+def train(engine: Any, count: int) -> Any:
     for _ in range(count):
         engine.backward(engine(torch.ones(2, 17, dtype=torch.int64)))
         engine.step()
+    return engine.optimizer.run_plan
 
 
-def watched(run_plan: Any, monkeypatch: pytest.MonkeyPatch) -> list[StepMeasurement]:
-    """What its watch is told from now on."""
-    told: list[StepMeasurement] = []
-    monkeypatch.setattr(run_plan._watch, "step", lambda measured: told.append(measured) or [])
-    return told
+def kept(directory: Path) -> list[float]:
+    """Seconds of forward, of each profile."""
+    return [json.loads(path.read_text())["forward_secs"] for path in (directory / "profiles").glob("*")]
 
 
 def test_what_a_script_does_between_steps_is_told_apart(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    train(engine, 3)
-    told = watched(engine.optimizer.run_plan, monkeypatch)
+    told: list[StepMeasurement] = []
+    monkeypatch.setattr(train(engine, PLANNED)._watch, "step", lambda measured: told.append(measured) or [])
     for _ in range(2):
         time.sleep(0.05)
         train(engine, 1)
     for step in told:
         assert step.outside_secs >= 0.05
         assert 0 < step.compute_secs <= step.secs - 0.05
+
+
+def compiled_in_the_second_step(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward and a backward take a second, in that step a hundred."""
+    clock, secs = engine.optimizer.run_plan.clock, iter([1.0, 100.0])
+    end_step: Callable[..., Any] = clock.end_step
+
+    def timed(**options: bool) -> Any:
+        took = next(secs, 1.0)
+        return replace(end_step(**options), forward_secs=took, backward_secs=took)
+
+    monkeypatch.setattr(clock, "end_step", timed)
+
+
+def test_a_step_that_compiled_is_measured_again_and_not_kept(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_in_the_second_step(engine, monkeypatch)
+    plan = train(engine, PLANNED)
+    assert plan.profile.forward_secs == 100.0
+    assert kept(tmp_path) == [100.0]
+    train(engine, LASTING)
+    assert [found.cause for found in plan.findings] == [Cause.LESS_COMPUTE]
+    assert kept(tmp_path) == []
+    assert not plan.auto.is_decided
+    train(engine, PLANNED)
+    assert plan.profile.forward_secs == 1.0
+    assert kept(tmp_path) == [1.0]
+    assert plan.auto.is_decided
+    plan._watch.told.add(Cause.LESS_COMPUTE)
+    train(engine, 1)
+    assert plan.auto.is_decided, "once in a run"
+
+
+def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowest_one(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_in_the_second_step(engine, monkeypatch)
+    monkeypatch.setattr(run_plan, "least", lambda *asked: [*asked[:-1], 0.0])
+    plan = train(engine, PLANNED + 2 * LASTING)
+    assert Cause.LESS_COMPUTE in {found.cause for found in plan.findings}
+    assert plan.profile.forward_secs == 100.0
+    assert plan.auto.is_decided

@@ -79,7 +79,7 @@ _FEWEST_STEPS, _LAST_STEPS = 5, 20  # that say what threads do themselves
 class _Stage(enum.Enum):
     """What a step is for."""
 
-    MEASURES = "the first two steps of a run that nothing is known of, or two behind a first one with other batches"
+    MEASURES = "the first two steps of a run that nothing is known of, or two behind some that its profile is not of"
     SETTLES = "activations get their fates, or had them for a part of the step"
     PLANS = "the plan is made when the step ends"
     WATCHES = "steps are compared with the plan"
@@ -141,6 +141,7 @@ class RunPlan:
         self._patience, self._clip_patience = LASTING, LASTING
         self._num_unlike = 0  # steps in a row that clip otherwise than was planned with
         self._watch: LaneWatch | None = None
+        self._may_measure_anew = True  # where compute was timed that is not a step's usual one
         self._num_steps = 0
         self._num_measured = 0  # of the two steps that measure
         self._blocks: tuple[BlockCost, ...] = ()
@@ -300,8 +301,10 @@ class RunPlan:
                 self._plan_anew()
             return
         waits = moves.brings and not moves.is_ready
-        least_anew, *asked = least(-float(anew), -float(scarce), -float(waits))
+        least_anew, *asked, less = least(-float(anew), -float(scarce), -float(waits), float(self._computes_less))
         anew, (scarce, waits) = _Anew(int(-least_anew)), (value < 0 for value in asked)
+        if less:  # on all ranks: the plan is made by the slowest one's compute
+            anew, self._may_measure_anew = _Anew.ALL, False
         if anew:
             profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
             self.profile = self._lately(slowest(profiles))
@@ -325,6 +328,12 @@ class RunPlan:
         if self._state.plan is not plan:
             self._moved()
 
+    @property
+    def _computes_less(self) -> bool:
+        """Whether much less than was measured, and the next steps may measure."""
+        is_found = self._watch is not None and Cause.LESS_COMPUTE in self._watch.told
+        return is_found and self._may_measure_anew and self.moves.is_idle and not self._state.core.has_snapshot
+
     def _moved(self) -> None:
         """What steps take is predicted anew when everything has arrived, and what lanes reach is looked at anew: it
         depends on what they work beside.
@@ -342,7 +351,8 @@ class RunPlan:
             self._origin = _Origin.ANEW
 
     def _measure_anew(self) -> None:
-        """The first step's batches are others than those that the profile is of. On all ranks."""
+        """The profile is of other steps than those that are trained. On all ranks."""
+        self._plan_anew()
         self._stage, self._num_measured, self._blocks = _Stage.MEASURES, 0, ()
         self._update_rate = self._sum_rate = 0.0
         self._record_next()
@@ -629,10 +639,12 @@ class RunPlan:
         return True
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:
-        """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run."""
-        if self._origin is not _Origin.EARLIER or not any(
-            found.cause in (Cause.STEP, Cause.COMPUTE) for found in findings
-        ):
+        """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run, as
+        is one of this run that never did.
+        """
+        causes = {found.cause for found in findings}
+        is_outdated = self._origin is _Origin.EARLIER and not causes.isdisjoint((Cause.STEP, Cause.COMPUTE))
+        if not is_outdated and Cause.LESS_COMPUTE not in causes:
             return
         if current_rank() == 0 and forget_profile(self._facts.machine, self._facts.model):
             self._kept = None
