@@ -3,8 +3,9 @@
 
 The rule: a quantity that is off by more than ``GAP`` of what was expected in ``LASTING`` steps in a row. Expected of
 compute, bytes and the whole step is what the plan predicts. Of a lane's rate it is what this run itself reached in the
-first ``LASTING`` steps, because a lane that works beside others is slower than alone: this is drift. A cause is told
-again only after the plan was made anew.
+first ``LASTING`` steps, because a lane that works beside others is slower than alone: this is drift. Storage that was
+found slower may be found faster again, a throttled disk that has cooled down. A cause is told again only after the plan
+was made anew.
 """
 
 from __future__ import annotations
@@ -12,14 +13,24 @@ from __future__ import annotations
 import enum
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ds_fuyou.planner.lanes import Lane
-from ds_fuyou.planner.profile import RunProfile
+from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.planner.profiled import Prediction
 
-__all__ = ["GAP", "LASTING", "Cause", "Finding", "LaneWatch", "StepMeasurement", "is_another", "with_finding"]
+__all__ = [
+    "GAP",
+    "LASTING",
+    "Cause",
+    "Finding",
+    "LaneWatch",
+    "StepMeasurement",
+    "is_another",
+    "left_of_storage",
+    "slowed",
+]
 
 GAP = 0.25
 LASTING = 5
@@ -32,6 +43,8 @@ class Cause(enum.Enum):
     WORKLOAD = "another batch"
     READS = "storage reads more slowly"
     WRITES = "storage writes more slowly"
+    READS_AGAIN = "storage reads faster again"
+    WRITES_AGAIN = "storage writes faster again"
     UPDATES = "the cpu optimizer is slower"
     COMPUTE = "compute takes longer"
     LESS_COMPUTE = "compute takes much less than when it was measured"
@@ -41,7 +54,12 @@ class Cause(enum.Enum):
     @property
     def replans(self) -> bool:
         """Whether a plan made anew would be another one."""
-        return self in (Cause.WORKLOAD, Cause.READS, Cause.WRITES)
+        return self is Cause.WORKLOAD or self.lane in (Cause.READS, Cause.WRITES)
+
+    @property
+    def lane(self) -> Cause:
+        """By which a lane is known whose rate is another, slower or faster."""
+        return {Cause.READS_AGAIN: Cause.READS, Cause.WRITES_AGAIN: Cause.WRITES}.get(self, self)
 
 
 @dataclass(frozen=True)
@@ -88,8 +106,9 @@ class LaneWatch:
         compute_secs: of a step by the plan, everything included that the training thread runs or shares cores with.
         num_elements: of a micro-batch the plan was made for.
         usual: rates of lanes that an earlier plan's watch found; see :meth:`usual`.
-        patience: steps in a row that another batch must last.
+        patience: steps in a row that a cause must last, where they are not ``LASTING``.
         told: what another watch over the same plan has found.
+        slowed: lanes of storage that the plan takes to be slower than they were measured.
     """
 
     def __init__(
@@ -98,10 +117,12 @@ class LaneWatch:
         compute_secs: float,
         num_elements: float,
         usual: Mapping[Cause, float] | None = None,
-        patience: int = LASTING,
+        patience: Mapping[Cause, int] | None = None,
         told: Collection[Cause] = (),
+        slowed: Collection[Cause] = (),
     ) -> None:
-        self._lasting = {**dict.fromkeys(Cause, LASTING), Cause.WORKLOAD: patience}
+        self._lasting = {**dict.fromkeys(Cause, LASTING), **(patience or {})}
+        self._slowed = slowed
         self._predicted = predicted
         self._compute_secs = compute_secs
         self._num_elements = num_elements
@@ -129,7 +150,7 @@ class LaneWatch:
             lasting = [cause for cause in lasting if cause is not Cause.STEP]  # the others explain it
         findings = [self._finding(cause) for cause in lasting if cause not in self.told]
         self.told.update(lasting)
-        self._usual.update({found.cause: found.measured for found in findings if found.cause in _RATES})
+        self._usual.update({found.cause.lane: found.measured for found in findings if found.cause.lane in _RATES})
         return findings
 
     def _note_first(self, measured: StepMeasurement) -> None:
@@ -159,6 +180,8 @@ class LaneWatch:
         for cause, usual in self._usual.items():
             rate = _rate_of(cause, now)
             yield cause, usual, rate, 0 < rate < usual / (1 + GAP)
+            if cause in self._slowed:
+                yield _AGAIN[cause], usual, rate, rate > usual * (1 + GAP)
 
     def _finding(self, cause: Cause) -> Finding:
         steps, lately = self._lasting[cause], self._off[cause]
@@ -168,6 +191,7 @@ class LaneWatch:
 
 
 _RATES = (Cause.READS, Cause.WRITES, Cause.UPDATES)
+_AGAIN = {cause.lane: cause for cause in (Cause.READS_AGAIN, Cause.WRITES_AGAIN)}
 
 
 def _rate_of(cause: Cause, step: StepMeasurement) -> float:
@@ -186,6 +210,8 @@ def _text(cause: Cause, expected: float, measured: float, steps: int) -> str:
         return f"micro-batches have {measured:.0f} elements {lasting}, the plan was made for {expected:.0f}"
     if cause in (Cause.READS, Cause.WRITES):
         return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, at first it was {expected / 1e9:.2f} GB/s"
+    if cause.lane in (Cause.READS, Cause.WRITES):
+        return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, lately it was {expected / 1e9:.2f} GB/s"
     if cause is Cause.UPDATES:
         return f"{cause.value}: {measured / 1e6:.0f} M parameters/s {lasting}, at first it was {expected / 1e6:.0f} M"
     if cause is Cause.BYTES:
@@ -194,12 +220,18 @@ def _text(cause: Cause, expected: float, measured: float, steps: int) -> str:
     return f"{cause.value}: {measured:.3f} s {lasting}, planned were {expected:.3f} s ({gap:+.0f} %)"
 
 
-def with_finding(profile: RunProfile, finding: Finding) -> RunProfile:
-    """The profile with storage as much slower as was seen; both directions at once, as their harmonic mean."""
-    if profile.storage is None or finding.ratio >= 1 or finding.cause not in (Cause.READS, Cause.WRITES):
-        return profile
-    side = "read" if finding.cause is Cause.READS else "write"
-    rates = profile.storage
-    slower = replace(rates, **{side: getattr(rates, side) * finding.ratio})
-    means = [statistics.harmonic_mean([each.read, each.write]) for each in (rates, slower)]
-    return replace(profile, storage=replace(slower, mixed=rates.mixed * means[1] / means[0]))
+def left_of_storage(left: Mapping[Cause, float], findings: Iterable[Finding]) -> dict[Cause, float]:
+    """What is left of each direction's measured rate, by what was left of it and what has been found since."""
+    found = dict(left)
+    for finding in findings:
+        lane = finding.cause.lane
+        if lane in (Cause.READS, Cause.WRITES):
+            found[lane] = min(1.0, found.get(lane, 1.0) * finding.ratio)
+    return found
+
+
+def slowed(rates: StorageRates, left: Mapping[Cause, float]) -> StorageRates:
+    """The rates where so much is left of each direction's; of both at once, of their harmonic mean."""
+    read, write = rates.read * left.get(Cause.READS, 1.0), rates.write * left.get(Cause.WRITES, 1.0)
+    before, now = statistics.harmonic_mean([rates.read, rates.write]), statistics.harmonic_mean([read, write])
+    return replace(rates, read=read, write=write, mixed=rates.mixed * (now / before))

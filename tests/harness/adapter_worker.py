@@ -113,6 +113,7 @@ class Run:
         state.design = replace(state.design, given=replace(state.design.given, dram_budget_bytes=dram_budget_bytes))
         slow = StorageRates(3e3, 3e3, 3e3, 0.0, 0.0)  # also beside others that have the cores
         plan.profile = replace(plan.profile, device_is_host=False, storage=slow, link_up=1e12, link_down=1e12)
+        plan._measured_rates = slow
         plan.moves.move(plan.profile)
 
     def place(self, share: float) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, with_finding
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, left_of_storage, slowed
 from tests.planner.profiles import PROFILE, predicted
 
 GOOD = StepMeasurement(
@@ -119,7 +119,7 @@ def test_a_step_that_compiled_when_it_was_measured_is_found_out_but_not_a_shorte
 
 def test_another_batch_is_waited_out_as_long_as_told_and_explains_the_wait() -> None:
     planned = predicted()
-    watch = LaneWatch(planned, planned.thread_secs, PROFILE.num_elements, patience=4 * LASTING)
+    watch = LaneWatch(planned, planned.thread_secs, PROFILE.num_elements, patience={Cause.WORKLOAD: 4 * LASTING})
     longer = replace(GOOD, num_elements=400.0, compute_secs=8.0, secs=8.0)
     assert _steps(watch, longer, 4 * LASTING - 1) == []
     assert _steps(watch, GOOD, 1) == []
@@ -135,12 +135,33 @@ def test_batches_of_no_known_size_are_not_compared() -> None:
     assert _steps(_watch(), replace(GOOD, num_elements=0.0), 2 * LASTING) == []
 
 
+def test_storage_that_was_found_slower_is_found_faster_again_when_that_lasts() -> None:
+    planned, usual = predicted(), {Cause.READS: 1e9, Cause.WRITES: 0.43e9}
+    fast = replace(GOOD, read_secs=0.7, write_secs=1.4)  # twice as fast, both
+    assert _steps(LaneWatch(planned, 4.0, 200, usual), fast, 30) == [], "what was not planned for is nobody's gain"
+    patience = {Cause.WRITES_AGAIN: 2 * LASTING}
+    watch = LaneWatch(planned, 4.0, 200, usual, patience, slowed=[Cause.WRITES])
+    assert _steps(watch, fast, 2 * LASTING - 1) == []
+    assert _steps(watch, replace(GOOD, write_secs=2.8), 1) == [], "throttled by turns"
+    assert _steps(watch, fast, 2 * LASTING - 1) == []
+    (finding,) = _steps(watch, fast, 1)
+    assert (finding.cause, finding.ratio) == (Cause.WRITES_AGAIN, pytest.approx(2, rel=0.01))
+    assert finding.cause.replans
+    assert "0.86 GB/s in 10 steps in a row, lately it was 0.43 GB/s" in finding.text
+    assert watch.usual()[Cause.WRITES] == finding.measured
+
+
 def test_a_disk_that_is_slower_both_ways_is_slower_once_where_both_mix() -> None:
     rates = PROFILE.storage
     assert rates is not None
-    slower = with_finding(PROFILE, Finding(Cause.READS, 2e9, 1e9, ""))
-    slower_rates = with_finding(slower, Finding(Cause.WRITES, 1e9, 0.5e9, "")).storage
-    assert slower_rates is not None
-    assert (slower_rates.read, slower_rates.write) == (rates.read / 2, rates.write / 2)
-    assert slower_rates.mixed == pytest.approx(rates.mixed / 2)
-    assert with_finding(PROFILE, Finding(Cause.COMPUTE, 1.0, 0.5, "")) == PROFILE
+    left = left_of_storage({}, [Finding(Cause.READS, 2e9, 1e9, ""), Finding(Cause.COMPUTE, 1.0, 0.5, "")])
+    left = left_of_storage(left, [Finding(Cause.WRITES, 1e9, 0.5e9, "")])
+    slower = slowed(rates, left)
+    assert (slower.read, slower.write) == (rates.read / 2, rates.write / 2)
+    assert slower.mixed == pytest.approx(rates.mixed / 2)
+    assert slowed(rates, {}) == rates
+
+
+def test_a_disk_that_is_faster_again_is_as_it_was_measured_at_most() -> None:
+    again = [Finding(cause, 1e9, 9e9, "") for cause in (Cause.READS_AGAIN, Cause.WRITES_AGAIN)]
+    assert left_of_storage({Cause.READS: 0.5, Cause.WRITES: 0.1}, again) == {Cause.READS: 1.0, Cause.WRITES: 0.9}

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ds_fuyou.zero.run.run_plan as run_plan
-from ds_fuyou.planner.watch import LASTING, Cause, StepMeasurement
+from ds_fuyou.planner.watch import LASTING, Cause, Finding, StepMeasurement, slowed
 from tests.harness.models import TinyGPT
 from tests.harness.runner import ds_config
 
@@ -105,3 +105,40 @@ def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowes
     assert Cause.LESS_COMPUTE in {found.cause for found in plan.findings}
     assert plan.profile.forward_secs == 100.0
     assert plan.auto.is_decided
+
+
+def finds(plan: Any, monkeypatch: pytest.MonkeyPatch, cause: Cause, ratio: float) -> None:
+    monkeypatch.setattr(plan._watch, "step", lambda _: [Finding(cause, 1e9, ratio * 1e9, "")])
+
+
+@pytest.mark.parametrize("left_of_another", [1.0, 0.7])
+def test_all_plan_by_the_slowest_disk_until_it_is_as_fast_as_it_was_measured(
+    left_of_another: float, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = train(engine, PLANNED)
+    measured = plan.profile.storage
+    other = replace(plan.profile, storage=slowed(measured, {Cause.WRITES: left_of_another}))
+    monkeypatch.setattr(run_plan, "of_every_rank", lambda mine: [mine, other])
+    finds(plan, monkeypatch, Cause.WRITES, 0.5)
+    train(engine, 1 + PLANNED)
+    assert plan.profile.storage == slowed(measured, {Cause.WRITES: 0.5})
+    assert plan._watch._slowed == [Cause.WRITES]
+    finds(plan, monkeypatch, Cause.WRITES_AGAIN, 3.0)
+    train(engine, 1 + PLANNED)
+    assert plan.profile.storage == other.storage
+    assert plan._watch._slowed == []
+    assert plan._watch._lasting[Cause.WRITES_AGAIN] == 4 * LASTING
+
+
+def test_steps_beside_which_a_checkpoint_is_written_are_not_compared(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = train(engine, PLANNED)
+    finds(plan, monkeypatch, Cause.WRITES, 0.5)
+    core = engine.optimizer.rank_state.core
+    with monkeypatch.context() as patch:
+        patch.setattr(type(core), "has_snapshot", True)
+        train(engine, 1)
+        assert not plan.findings
+    train(engine, 1)
+    assert plan.findings

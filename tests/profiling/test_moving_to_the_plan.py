@@ -112,7 +112,7 @@ def test_a_run_that_clips_otherwise_than_was_planned_with_is_placed_anew(
         losses = train(engine, MODEL, 0, 3)
         profile = slow_storage(plan.profile, 1e7 if often else 1e6)
         planned_with = replace(profile, redo_share=0.0 if often else 1.0)
-        plan.profile = planned_with
+        plan.profile, plan._measured_rates = planned_with, planned_with.storage
         plan.moves.move(planned_with)
         plan._moved()
         losses += train(engine, MODEL, 3, 7)

@@ -45,7 +45,16 @@ from ds_fuyou.planner.profile import (
     slowest,
 )
 from ds_fuyou.planner.profiled import MOST_REDONE, Prediction, predict, profile_line, run_time
-from ds_fuyou.planner.watch import LASTING, Cause, Finding, LaneWatch, StepMeasurement, is_another, with_finding
+from ds_fuyou.planner.watch import (
+    LASTING,
+    Cause,
+    Finding,
+    LaneWatch,
+    StepMeasurement,
+    is_another,
+    left_of_storage,
+    slowed,
+)
 from ds_fuyou.profiling.lane_rates import probe_link, probe_storage
 from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
@@ -138,7 +147,13 @@ class RunPlan:
         self._told_waits: set[bool] = set()
         self._origin, self._kept_at = _Origin.EARLIER, ""
         self._usual: dict[Cause, float] = {}
-        self._patience, self._clip_patience = LASTING, LASTING
+        # Doubled each time: batches may be grouped by length, and a disk be throttled by turns.
+        self._patience = {
+            Cause.WORKLOAD: LASTING,
+            Cause.READS_AGAIN: 2 * LASTING,
+            Cause.WRITES_AGAIN: 2 * LASTING,
+        }
+        self._clip_patience = LASTING
         self._num_unlike = 0  # steps in a row that clip otherwise than was planned with
         self._watch: LaneWatch | None = None
         self._may_measure_anew = True  # where compute was timed that is not a step's usual one
@@ -156,6 +171,8 @@ class RunPlan:
         self.profile = known.profile
         if self.profile is not None and self.profile.storage is None and self._stores:
             self.profile = None  # measured while nothing was on storage
+        self._measured_rates = None if self.profile is None else self.profile.storage
+        self._left: dict[Cause, float] = {}  # of these, of this rank's storage; all of them where it says nothing
         if current_rank() == 0 and known.keeps:
             self._kept = self.profile
         self._begin_decided()
@@ -298,6 +315,7 @@ class RunPlan:
         auto, moves = self.auto, self.moves
         if not (moves.may_place or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
             if anew:
+                self.profile = self._as_found()
                 self._plan_anew()
             return
         waits = moves.brings and not moves.is_ready
@@ -306,7 +324,7 @@ class RunPlan:
         if less:  # on all ranks: the plan is made by the slowest one's compute
             anew, self._may_measure_anew = _Anew.ALL, False
         if anew:
-            profiles = [profile for profile in of_every_rank(self.profile) if profile is not None]
+            profiles = [profile for profile in of_every_rank(self._as_found()) if profile is not None]
             self.profile = self._lately(slowest(profiles))
             if auto is not None and (anew is _Anew.ALL or (anew is _Anew.ACTIVATIONS and auto.is_decided)):
                 was_decided = auto.is_decided
@@ -341,6 +359,12 @@ class RunPlan:
         self._usual = {}
         if self._stage is _Stage.WATCHES:
             self._watch, self._stage = None, _Stage.PLANS
+
+    def _as_found(self) -> RunProfile | None:
+        """The profile with storage as this rank finds it."""
+        if self.profile is None or self._measured_rates is None:
+            return self.profile
+        return replace(self.profile, storage=slowed(self._measured_rates, self._left))
 
     def _plan_anew(self) -> None:
         """Predicts, tells and watches by what is true now."""
@@ -426,6 +450,7 @@ class RunPlan:
             return
         self._stage, self._origin = self._planning(), _Origin.HERE
         self.profile = replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks))
+        self._measured_rates, self._left = self.profile.storage, {}
         if current_rank() == 0:
             self._kept = self.profile
             self._keep()
@@ -558,8 +583,9 @@ class RunPlan:
         self._threads.clear()
         if self._state.trace is not None:
             self._state.trace.planned({**prediction.lane_secs, "iteration": prediction.iteration_secs})
+        slower = [lane for lane, left in self._left.items() if left < 1]
         self._watch = LaneWatch(
-            prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told
+            prediction, prediction.thread_secs, profile.num_elements, self._usual, self._patience, told, slower
         )
 
     def _follow_updates(self, profile: RunProfile, watch: LaneWatch, known: Prediction) -> None:
@@ -585,7 +611,11 @@ class RunPlan:
         )
 
     def _compare(self, watch: LaneWatch, times: StepTimes) -> bool:
-        """This step against the plan: whether it must be made anew."""
+        """This step against the plan: whether it must be made anew. A step beside which a checkpoint is written tells
+        nothing of the others.
+        """
+        if self._state.core.has_snapshot:
+            return False
         began, lanes, updated, _ = self._at
         now, current, num_updated, _ = self._look()
         step = current.since(lanes)
@@ -617,9 +647,9 @@ class RunPlan:
         batches = [finding.measured for finding in replans if finding.cause is Cause.WORKLOAD]
         if batches:  # those that lasted, of which the last one need not be typical
             self.profile = _scaled(self.profile, replace(times, num_elements=batches[0]), self.clock.shape)
-            self._patience *= 2  # batches that keep changing, grouped by length say, are waited out longer each time
-        for finding in replans:
-            self.profile = with_finding(self.profile, finding)
+        self._left = left_of_storage(self._left, replans)
+        for cause in {finding.cause for finding in replans}.intersection(self._patience):
+            self._patience[cause] *= 2
         return True
 
     def _clips_otherwise(self) -> bool:
@@ -635,7 +665,7 @@ class RunPlan:
         if self._num_unlike < self._clip_patience:
             return False
         self._num_unlike = 0
-        self._clip_patience *= 2  # as with batches that keep changing
+        self._clip_patience *= 2  # as with what else keeps changing
         return True
 
     def _drop_kept(self, findings: Sequence[Finding]) -> None:
