@@ -7,6 +7,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from ds_fuyou.host.device import Device
 from ds_fuyou.host.memory import PageLocks, aligned_tensor
+from ds_fuyou.host.threads import starting_threads
 from ds_fuyou.planner.profile import StorageRates
 from ds_fuyou.storage.anonymous import open_anonymous
 from ds_fuyou.storage.data_file import preallocate
@@ -30,14 +32,15 @@ _COMPARED_BYTES, _COMPARED_TRANSFER = 32 << 20, 4 << 20
 
 def probe_storage(io: IoLane, paths: Sequence[Path], num_bytes: int, transfer_bytes: int) -> StorageRates:
     """Writes, reads and does both by turns, ``num_bytes`` each, in transfers of ``transfer_bytes`` (a multiple of 4096)
-    in nameless files; the better of two rounds where they are short. Several paths are measured one after the other
-    and added up.
+    in nameless files; the better of two rounds where they are short. Several paths are measured at once, since they may
+    share a device or what it is reached by, and added up.
 
     Raises:
         FuyouStorageError: a path is not writable, or a transfer fails.
     """
     before = resource.getrusage(resource.RUSAGE_SELF)
-    found = [_probe_path(io, path, num_bytes, transfer_bytes) for path in paths]
+    with starting_threads(), ThreadPoolExecutor(len(paths), "fuyou-probe") as threads:
+        found = list(threads.map(lambda path: _probe_path(io, path, num_bytes, transfer_bytes), paths))
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     write, read, mixed = (sum(rates[place] for rates in found) for place in range(3))

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import errno
-import itertools
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -34,12 +33,17 @@ def test_storage_is_measured_through_the_engine_it_is_given(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_paths_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    io, second, ticks = IoLane(IoSettings(), lambda fd: tmp_path), tmp_path / "second", itertools.count()
+def test_paths_are_measured_at_once_and_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io, second, both_move = IoLane(IoSettings(), lambda fd: tmp_path), tmp_path / "second", threading.Barrier(2)
     second.mkdir()
-    monkeypatch.setattr(lane_rates, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    one, both = (probe_storage(io, paths, 1 << 20, 256 << 10) for paths in ([tmp_path], [tmp_path, second]))
-    assert (both.read, both.write, both.mixed) == (2 * one.read, 2 * one.write, 2 * one.mixed)
+
+    def moved(*_: object) -> float:
+        both_move.wait(20)
+        return 1e9
+
+    monkeypatch.setattr(lane_rates, "_moved", moved)
+    both = probe_storage(io, [tmp_path, second], 1 << 20, 256 << 10)
+    assert (both.read, both.write, both.mixed) == (2e9, 2e9, 2e9)
     io.close()
 
 
