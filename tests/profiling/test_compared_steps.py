@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowes
     assert Cause.LESS_COMPUTE in {found.cause for found in plan.findings}
     assert plan.profile.forward_secs == 100.0
     assert plan.auto.is_decided
+
+
+def test_ranks_begin_their_probes_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("least", "probe_storage", "probe_link"):
+        call = partial(lambda name, call, *given: calls.append(name) or call(*given), name, getattr(run_plan, name))
+        monkeypatch.setattr(run_plan, name, call)
+    train(engine, 1)
+    calls.clear()
+    train(engine, 1)
+    assert calls[:3] == ["least", "probe_storage", "probe_link"]
 
 
 def finds(plan: Any, monkeypatch: pytest.MonkeyPatch, cause: Cause, ratio: float) -> None:

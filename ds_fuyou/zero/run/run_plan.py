@@ -431,6 +431,7 @@ class RunPlan:
         if times.num_elements and self.clock.recorded_elements:  # another micro-batch, and a mean of several
             self._blocks = scaled_blocks(self._blocks, times.num_elements / self.clock.recorded_elements)
         began = time.perf_counter()
+        least(1.0)  # all probe at once, so each sees its own share of a disk and of a link
         found: RunProfile | None = None
         if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
             told = "no plan: the second step had no forward, backward or update that could be timed"
@@ -498,7 +499,6 @@ class RunPlan:
         stored = state.frozen_bytes()["nvme"] + (0 if state.store is None else state.store.total_bytes)
         num_bytes = min(_LARGEST_PROBE, max(_SMALLEST_PROBE, (stored or 4 * state.plan.activation_bytes) // 4))
         transfer = min(state.plan.chunk_bytes, max(256 << 10, num_bytes // 16)) // PAGE_BYTES * PAGE_BYTES
-        # All ranks measure at once, so each sees its own share of a disk.
         return probe_storage(state.core.io, [Path(path) for path in state.activation.state_paths], num_bytes, transfer)
 
     @property
