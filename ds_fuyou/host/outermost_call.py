@@ -25,7 +25,7 @@ class OutermostCall:
 
     def enter(self) -> bool:
         """In the module's forward pre-hook: whether no other call is running."""
-        if self._depth > 0 and not _is_running(self._frame):
+        if self._depth > 0 and self._frame is not None and not _is_running(self._frame):
             self._depth = 0
         if self._depth == 0:
             self._frame = _frame_of_call()

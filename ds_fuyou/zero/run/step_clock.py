@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
 
-_Recording = tuple[Sequence[Block], SavedHooks | None, bool]
+_Recording: TypeAlias = "tuple[Sequence[Block], SavedHooks | None, bool]"
 
 
 @dataclass(frozen=True)
