@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GIB", "NO_THREADS", "Machine", "ThreadSecs"]
+__all__ = ["GIB", "NO_THREADS", "OF_DEVICE", "Machine", "ThreadSecs"]
 
 GIB = 1024**3
+OF_DEVICE = 0.9
+"""Of a GPU, that ``gpu_budget_bytes: auto`` takes; the rest is the allocator's."""
 _RESERVED = 0.05  # of DRAM, for the system and the page cache
 
 

@@ -12,7 +12,11 @@ from ds_fuyou.state_layout import WHOLE, StateLayout, layout_of
 if TYPE_CHECKING:
     from ds_fuyou.config import FuyouConfig
 
-__all__ = ["Fates", "Policy", "Tiers", "Updates"]
+__all__ = ["LOGIT_BYTES", "Fates", "Policy", "Tiers", "Updates"]
+
+LOGIT_BYTES = 14
+"""Of the device, that cross entropy may take at once for a logit: its log-probability, the gradient of that and of the
+logit in fp32, and the logit in 16 bits."""
 
 
 class Updates(Enum):
@@ -53,7 +57,8 @@ class Policy:
     Attributes:
         in_a_row: transfers, compute and updates wait for each other; nothing overlaps.
         fused: attention and element-wise operators are fused (no s x s matrix in memory). ``slices_loss``: the loss is
-            taken of one slice of tokens after the other, so that logits are never whole. Both are the script's.
+            taken of one slice of tokens after the other, so that logits are never whole; else it takes ``logit_bytes``
+            of the device at once for each of them. All three are the script's.
         gradient_bytes: a parameter, on the link and where gradients wait; ``param_bytes`` of P16.
         layout: of P32 and the moments.
         keeps_gradients: they exist as a class until ``step()``; else a window of them.
@@ -75,6 +80,7 @@ class Policy:
     in_a_row: bool = False
     fused: bool = True
     slices_loss: bool = False
+    logit_bytes: int = LOGIT_BYTES
     gradient_bytes: int = 2
     param_bytes: int = 2
     layout: StateLayout = _FP32

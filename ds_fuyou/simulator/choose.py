@@ -293,7 +293,7 @@ def _cheapest_change(work: Workload, machine: Machine, policy: Policy, nearest: 
     lacks_dram = max(0.0, nearest.total("cpu") - usable) * machine.dram_bytes / usable
     grown = replace(
         machine,
-        gpu_bytes=int(max(machine.gpu_bytes, nearest.total("gpu") * 1.02)),
+        gpu_bytes=int(machine.gpu_bytes * max(1.0, nearest.total("gpu") / nearest.have["gpu"] * 1.02)),
         dram_bytes=machine.dram_bytes + lacks_dram * 1.02,
         storage_bytes=machine.storage_bytes + missing.get("nvme", 0.0) * 1.02,
         pinned_limit_bytes=max(machine.pinned_limit_bytes, nearest.total("cpu") * 1.02),

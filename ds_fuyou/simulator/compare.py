@@ -72,6 +72,7 @@ def compared(work: Workload, machine: Machine, ours: Policy, training: Training)
             policy,
             fused=ours.fused,
             slices_loss=ours.slices_loss,
+            logit_bytes=ours.logit_bytes,
             param_bytes=ours.param_bytes,
             gradient_bytes=max(policy.gradient_bytes, ours.param_bytes),
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ds_fuyou.host.available_memory import AUTO_TENTHS
 from ds_fuyou.planner.cost import P16_BYTES, Placement, Workload
 from ds_fuyou.planner.document import Residency
-from ds_fuyou.planner.hardware import Machine
+from ds_fuyou.planner.hardware import OF_DEVICE, Machine
 from ds_fuyou.planner.plan import (
     Plan,
     PlanInput,
@@ -24,7 +24,6 @@ __all__ = ["MEMORY_NAMES", "Item", "Needs", "device_room", "needs_of", "rank_fac
 
 MEMORY_NAMES = {"gpu": "GPU memory", "cpu": "host memory", "nvme": "storage"}
 _HEAD_SLICE_BYTES = 1 << 30  # logits of a slice of tokens
-_LOGIT_BYTES = 10  # 16-bit logits, fp32 copy and its gradient
 _ROUNDED = 1e-9  # of a tier: shares of it are not whole bytes
 _STOCK_SWAP_BYTES = 16 << 30  # optimizer swap buffers of four sub-groups of 10^9 parameters
 
@@ -65,6 +64,12 @@ def usable_dram(machine: Machine, policy: Policy) -> float:
     return run_budget(machine) if is_open else machine.dram_usable_bytes
 
 
+def _usable_gpu(machine: Machine, policy: Policy) -> float:
+    """Bytes of a GPU that a plan may fill. Of ours, where no budget is told, what a run takes by itself."""
+    is_open = policy.tiers is Tiers.PLANNED and (policy.block is None or policy.block.gpu_budget_bytes == "auto")
+    return OF_DEVICE * machine.gpu_bytes if is_open else float(machine.gpu_bytes)
+
+
 def run_budget(machine: Machine) -> float:
     """What ``dram_budget_bytes: auto`` takes where nothing but the system runs beside."""
     return AUTO_TENTHS / 10 * replace(machine, pinned_limit_bytes=float("inf")).dram_usable_bytes
@@ -74,7 +79,7 @@ def needs_of(work: Workload, machine: Machine, policy: Policy, place: Placement,
     """Bytes by tier. GPU: of each one; host memory and storage: of all of them together. Where tiers are planned host
     memory is what ``plan`` takes of it on each rank.
     """
-    have = {"gpu": float(machine.gpu_bytes), "cpu": usable_dram(machine, policy), "nvme": machine.storage_bytes}
+    have = {"gpu": _usable_gpu(machine, policy), "cpu": usable_dram(machine, policy), "nvme": machine.storage_bytes}
     if policy.on_device:
         model = work.model
         bytes_each = policy.param_bytes + policy.gradient_bytes + policy.layout.bytes_each
@@ -130,7 +135,8 @@ def rank_facts(work: Workload, machine: Machine, policy: Policy) -> PlanInput:
 
 def device_room(work: Workload, machine: Machine, policy: Policy) -> float:
     """Bytes of one GPU for activations that stay there."""
-    return max(0.0, machine.gpu_bytes - sum(item.num_bytes for item in _gpu_items(work, machine, policy, Placement())))
+    taken = sum(item.num_bytes for item in _gpu_items(work, machine, policy, Placement()))
+    return max(0.0, _usable_gpu(machine, policy) - taken)
 
 
 def _gpu_items(work: Workload, machine: Machine, policy: Policy, place: Placement) -> Sequence[Item]:
@@ -138,7 +144,7 @@ def _gpu_items(work: Workload, machine: Machine, policy: Policy, place: Placemen
     model = work.model
     unit, trained = model.largest_unit_bytes, P16_BYTES * model.largest_unit_trained
     block = model.largest_saved_bytes * work.tokens
-    logits = float(_LOGIT_BYTES * work.tokens * model.vocab)
+    logits = float(policy.logit_bytes * work.tokens * model.vocab)
     if policy.slices_loss:
         logits = min(logits, _HEAD_SLICE_BYTES)
     if not policy.fused:  # two 16-bit copies of the scores and a mask
@@ -147,7 +153,7 @@ def _gpu_items(work: Workload, machine: Machine, policy: Policy, place: Placemen
     gradient = policy.gradient_bytes if policy.in_a_row else P16_BYTES
     leaving = (1 if policy.in_a_row else 2) * trained * gradient / P16_BYTES
     if policy.tiers is Tiers.PLANNED:  # of a large block a run keeps no more on their way
-        leaving = min(leaving, max(machine.gpu_bytes / 16, 2 * P16_BYTES * model.largest_param))
+        leaving = min(leaving, max(_usable_gpu(machine, policy) / 16, 2 * P16_BYTES * model.largest_param))
     cast = 0  # while a block's activations are there
     if not policy.in_a_row and policy.gradient_bytes > P16_BYTES:
         cast = policy.gradient_bytes * max(block.largest_matrix_params for block in set(model.blocks))

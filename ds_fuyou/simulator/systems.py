@@ -28,6 +28,7 @@ def _stock(name: str, tiers: Tiers) -> Policy:
         Fates.CHECKPOINT,
         in_a_row=True,
         fused=False,
+        logit_bytes=10,  # what was published would not fit with more
         gradient_bytes=4,
         keeps_gradients=True,
         gradients_on_storage=tiers is Tiers.STORAGE,

@@ -8,16 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_fuyou.cli.main import main
 from ds_fuyou.config import load_block
-from ds_fuyou.planner.cost import Workload
+from ds_fuyou.planner.cost import Placement, Workload
+from ds_fuyou.planner.hardware import OF_DEVICE
 from ds_fuyou.planner.plan import MIB
 from ds_fuyou.simulator.choose import Chosen, fits, try_choose
-from ds_fuyou.simulator.fit import rank_facts
+from ds_fuyou.simulator.fit import device_room, needs_of, rank_facts
 from ds_fuyou.simulator.fixed import limited, under_block
 from ds_fuyou.simulator.models import load_model
 from ds_fuyou.simulator.systems import find_policy
+from ds_fuyou.zero.run.budgets import loss_bytes_each
 from tests.planner.support import machine
 
 DRAM_GIB = (0.5, 1, 1.5, 2, 3, 4, 8, 16, 24, 28, 64, 128, 160, 192, 256, 512)
@@ -110,3 +113,20 @@ def test_second_versions_leave_what_a_run_begins_with_for_activations() -> None:
     assert found.plan is not None
     assert found.plan.activation_bytes >= MIB
     assert found.needs.total("cpu") <= found.needs.have["cpu"]
+
+
+def test_a_gpu_is_filled_as_far_as_a_run_fills_it() -> None:
+    """And the loss takes of it what a run expects. With a budget in the block that is what a run may fill."""
+    work, on, policy = Workload(load_model("13B"), 8, 1024), machine(4, 128), find_policy("ds_fuyou")
+    assert needs_of(work, on, policy, Placement()).have["gpu"] == OF_DEVICE * on.gpu_bytes
+    assert needs_of(work, on, find_policy("fuyou"), Placement()).have["gpu"] == on.gpu_bytes
+    config = load_block({"fuyou": {"nvme_path": "/nvme", "gpu_budget_bytes": "20GB"}})
+    assert config is not None
+    given = under_block(policy, config, True)
+    assert needs_of(work, limited(on, config, True), given, Placement()).have["gpu"] == 20e9
+    items = {item.name: item.num_bytes for item in needs_of(work, on, policy, Placement()).items}
+    vocab, hidden = work.model.vocab, work.model.hidden
+    loss_bytes = loss_bytes_each(torch.nn.Linear(hidden, vocab, device="meta"))
+    assert items["logits and loss"] == work.tokens * (loss_bytes + 2 * hidden)
+    room = device_room(work, on, policy)
+    assert room == pytest.approx(OF_DEVICE * on.gpu_bytes - needs_of(work, on, policy, Placement()).total("gpu"))

@@ -63,7 +63,7 @@ def test_where_the_device_is_the_host_there_is_no_gpu_and_no_link() -> None:
 
 
 def test_where_device_and_host_share_memory_what_is_swapped_goes_to_storage() -> None:
-    work, policy = Workload(load_model("6B"), 16, 1024), find_policy("ds_fuyou")
+    work, policy = Workload(load_model("6B"), 16, 1024), replace(find_policy("ds_fuyou"), slices_loss=True)
     apart = machine_of_measured(replace(FOUND, device_bytes=12 << 30, dram_bytes=256 << 30), 1)
     found = {one: choose(work, replace(apart, is_unified=one), policy).place for one in (False, True)}
     assert found[True].dram_activation_bytes == 0

@@ -13,6 +13,8 @@ from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.host.available_memory import total_host_bytes
 from ds_fuyou.host.device import Device
 from ds_fuyou.log import log_once
+from ds_fuyou.planner.hardware import OF_DEVICE
+from ds_fuyou.planner.policies import LOGIT_BYTES
 from ds_fuyou.zero.device import rank_device
 from ds_fuyou.zero.run.neighbours import free_memory_of_rank, local_ranks, memory_of_rank
 
@@ -26,8 +28,6 @@ __all__ = [
 
 planned_host_bytes: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 """Host memory that the engines of this process have planned, by whoever holds it."""
-
-_OF_DEVICE = 0.9
 
 
 def check_budgets(config: FuyouConfig) -> None:
@@ -64,7 +64,7 @@ def check_budgets(config: FuyouConfig) -> None:
 def device_budget(config: FuyouConfig, device: Device) -> int:
     """Bytes of the device for this rank: the block's, or most of what others leave it; the rest is the allocator's."""
     budget = config.gpu_budget_bytes
-    return int(_OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
+    return int(OF_DEVICE * device.usable_bytes()) if budget == "auto" else int(budget)
 
 
 def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int, loss_bytes: int) -> int:
@@ -79,10 +79,10 @@ def unmeasured_room(budget_bytes: int, device: Device, held_bytes: int, loss_byt
 
 
 def loss_bytes_each(module: torch.nn.Module) -> int:
-    """Bytes of the device that cross entropy may take at once for a token: log-probabilities, their gradient and that
-    of the logits in fp32 and 16-bit logits, of a vocabulary as large as the widest output of any linear layer.
+    """Bytes of the device that cross entropy may take at once for a token; the vocabulary is taken to be as large as
+    the widest output of any linear layer.
     """
-    return 14 * max(
+    return LOGIT_BYTES * max(
         (_num_outputs(layer) for layer in module.modules() if isinstance(layer, torch.nn.Linear)), default=0
     )
 
