@@ -54,6 +54,8 @@ class Operator:
         output_bytes: of its output a token, kept for backward where it is needed there.
         needed: backward needs this output. That of the last matmul is not, the next block's input holds it.
         adapter_width: inputs and outputs of its linear modules: a low-rank adapter has that times its rank.
+        copied_bytes: a token, that it keeps for backward beside inputs and outputs in 16 bits where nothing is computed
+            again: copies in fp32, steps of what is not fused.
     """
 
     name: str
@@ -64,6 +66,12 @@ class Operator:
     needed: bool = True
     linear_params: float = 0.0
     adapter_width: float = 0.0
+    copied_bytes: float = 0.0
+
+    @property
+    def saved_bytes(self) -> float:
+        """For backward a token, where nothing is computed again."""
+        return self.needed * self.output_bytes + self.copied_bytes
 
     def flops(self, seq: int) -> float:
         """Forward FLOPs a token at sequence length ``seq``."""
@@ -73,7 +81,8 @@ class Operator:
 @dataclass(frozen=True)
 class Attention:
     """Matrices before and after, and the scores between: ``heads`` of ``key_dim`` and ``value_dim``, within ``window``
-    positions (0: all). ``others``: parameters of norms of queries and keys, and sinks.
+    positions (0: all). ``others``: parameters of norms of queries and keys, and sinks. ``copied_bytes`` as of an
+    operator.
     """
 
     before: tuple[Matrix, ...]
@@ -83,17 +92,19 @@ class Attention:
     value_dim: int
     window: int = 0
     others: int = 0
+    copied_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Mlp:
     """Matrices into the inner width, and back. ``gated``: half of the inner outputs gate the other half. ``router``:
-    parameters and FLOPs beside them that choose experts."""
+    parameters and FLOPs beside them that choose experts. ``copied_bytes`` as of an operator."""
 
     up: tuple[Matrix, ...]
     down: tuple[Matrix, ...]
     gated: bool
     router: tuple[Matrix, ...] = ()
+    copied_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -110,18 +121,19 @@ class Block:
 
     @cached_property
     def saved_bytes(self) -> float:
-        """Of every output that backward needs, a token, without the block's input."""
-        return sum(op.output_bytes for op in self.operators if op.needed)
+        """Of everything that backward needs, a token, without the block's input."""
+        return sum(op.saved_bytes for op in self.operators)
 
 
 @dataclass(frozen=True)
 class Norms:
     """``count`` norms of a block, each of ``vectors`` (weight, bias). Where attention and MLP share one, the second has
-    nothing of its own. ``after``: the MLP's output goes through one, so backward needs it."""
+    nothing of its own. ``after``: the MLP's output goes through one, so backward needs it. ``copied_bytes`` of each."""
 
     count: int = 2
     vectors: int = 1
     after: bool = False
+    copied_bytes: float = 0.0
 
 
 def block_of(width: int, attention: Attention, mlp: Mlp, norms: Norms) -> Block:
@@ -130,26 +142,34 @@ def block_of(width: int, attention: Attention, mlp: Mlp, norms: Norms) -> Block:
     inner = sum(matrix.used * matrix.outputs for matrix in mlp.up)
     scores = 2.0 * attention.heads * (attention.key_dim + attention.value_dim)
     operators = (
-        _norm("norm_1", width, first, norms.vectors),
+        _norm("norm_1", width, first, norms),
         _matmul("qkv", attention.before),
         Operator(
             "attention",
             attention.others,
             attention=((scores, attention.window),),
             output_bytes=2.0 * attention.heads * attention.value_dim,
+            copied_bytes=attention.copied_bytes,
         ),
-        _matmul("attention_projection", (attention.after,)),
-        _norm("norm_2", width, norms.count - first, norms.vectors),
+        _matmul("attention_projection", (attention.after,), needed=norms.count > 1),
+        _norm("norm_2", width, norms.count - first, norms),
         _matmul("mlp_up", (*mlp.router, *mlp.up), outputs=inner),
-        Operator("mlp_activation", 0, output_bytes=2.0 * inner / (2 if mlp.gated else 1)),
+        Operator(
+            "mlp_activation", 0, output_bytes=2.0 * inner / (2 if mlp.gated else 1), copied_bytes=mlp.copied_bytes
+        ),
         _matmul("mlp_down", mlp.down, outputs=width, needed=norms.after),
     )
     matrices = (*attention.before, attention.after, *mlp.up, *mlp.down)
     return Block(operators, attention.heads, max(matrix.params for matrix in matrices))
 
 
-def _norm(name: str, width: int, count: int, vectors: int) -> Operator:
-    return Operator(name, count * vectors * width, output_bytes=2.0 * count * width)
+def _norm(name: str, width: int, count: int, norms: Norms) -> Operator:
+    return Operator(
+        name,
+        count * norms.vectors * width,
+        output_bytes=2.0 * count * width,
+        copied_bytes=count * norms.copied_bytes,
+    )
 
 
 def _matmul(name: str, matrices: Sequence[Matrix], outputs: int | None = None, needed: bool = True) -> Operator:
@@ -199,4 +219,5 @@ def _mean(parts: Sequence[tuple[Operator, float]]) -> Operator:
         first.needed,
         mean("linear_params"),
         mean("adapter_width"),
+        mean("copied_bytes"),
     )

@@ -181,7 +181,7 @@ class ModelSpec:
     @cached_property
     def saved_bytes(self) -> float:
         """Of everything that backward of one block needs a token, its input included; on average."""
-        return self.input_bytes + sum(op.output_bytes for op in self.operators if op.needed)
+        return self.input_bytes + sum(op.saved_bytes for op in self.operators)
 
     @cached_property
     def largest_saved_bytes(self) -> float:

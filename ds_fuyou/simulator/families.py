@@ -9,7 +9,11 @@ is text names the key that decides. What cannot be said so is done by a few line
 Traits: ``gated`` (MLP), ``norms`` and ``norm_vectors``, ``normed_after``, ``qkv_bias``, ``out_bias``, ``mlp_bias``,
 ``head_bias``, ``qk_norm`` ("head": of a head's width, "width": of all heads') and ``qk_norm_if``, ``sinks``,
 ``fused_qkv`` and ``fused_up`` (one module), ``positions`` (learned ones: how many more than the config says),
-``embedding_norm``, ``windows``, ``latent``, ``experts``; ``parts``: the families of a stack and of its vision tower.
+``embedding_norm``, ``norm_copies`` (see below), ``rotated`` ("fused": queries and keys out of one module with values,
+"part": of each head), ``windows``, ``latent``, ``experts``; ``parts``: the families of a stack and of its vision tower.
+
+What a block keeps for backward is what autograd saves of transformers' own in bfloat16 with PyTorch's fused attention,
+of batches without padding.
 """
 
 from __future__ import annotations
@@ -29,6 +33,16 @@ from ds_fuyou.planner.model import MOST_LAYERS, MOST_SIZE, ModelSpec
 
 __all__ = ["known_families", "read_config"]
 
+_NORM_COPIES = {0: 2, 1: 4, 2: 0}
+"""Bytes an element that a norm of so many vectors keeps beside 16 bits of its input and output: computed in fp32, and
+scaled in 16 bits; PyTorch's own kernel keeps nothing. ``norm_copies`` says else of a family."""
+
+_ACTIVATION_COPIES = {"gelu_new": 6, "gelu_fast": 12, "quick_gelu": 2, "relu": -2}
+"""The same of functions of the MLP that are not one kernel; that of ReLU does not keep its input."""
+
+_ROW_BYTES = 8
+"""Of a row of a norm: mean and scale."""
+
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
@@ -42,6 +56,11 @@ _ALIASES: dict[str, tuple[str, ...]] = {
     "channels": ("num_channels", "in_channels", "in_chans"),
     "window": ("sliding_window", "window_size"),
     "every": ("sliding_window_pattern", "_sliding_window_pattern"),
+    "activation": ("hidden_act", "activation_function", "hidden_activation", "activation"),
+    "dropout": (
+        *("resid_pdrop", "resid_dropout", "residual_dropout"),
+        *("hidden_dropout", "hidden_dropout_prob", "dropout"),
+    ),
 }
 
 
@@ -219,8 +238,31 @@ def _block(config: _Config, window: int, experts: bool) -> Block:
     attention = _latent(config, window) if config.trait("latent", False) else _grouped(config, window)
     mlp = _experts(config) if experts else _dense(config, config.size(_dense_width(config), 4 * hidden))
     count = config.traits.get("norms", 2)
-    norms = Norms(count, config.trait("norm_vectors", 1), count > 2 or config.trait("normed_after", False))
+    norms = Norms(
+        count,
+        config.trait("norm_vectors", 1),
+        count > 2 or config.trait("normed_after", False),
+        _norm_copies(config) * hidden + _ROW_BYTES,
+    )
+    masks = hidden if config.value("dropout") else 0
+    attention = replace(attention, copied_bytes=attention.copied_bytes + masks)
+    mlp = replace(mlp, copied_bytes=mlp.copied_bytes + masks)
     return block_of(hidden, attention, mlp, norms)
+
+
+def _norm_copies(config: _Config) -> int:
+    found: int = config.traits.get("norm_copies", _NORM_COPIES[config.trait("norm_vectors", 1)])
+    return found
+
+
+def _queries_and_keys(config: _Config, elements: int, rows: int) -> int:
+    """What norms of so much keep, of which the outputs are not yet counted."""
+    return (_norm_copies(config) + 2) * elements + _ROW_BYTES * rows
+
+
+def _mlp_copies(config: _Config, width: int, gated: bool) -> int:
+    """Where one half gates the other, its function's output is kept for the product."""
+    return (_ACTIVATION_COPIES.get(str(config.value("activation")), 0) + 2 * gated) * width
 
 
 def _dense_width(config: _Config) -> str:
@@ -237,11 +279,16 @@ def _grouped(config: _Config, window: int) -> Attention:
     outputs = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     if config.trait("fused_qkv", False):
         outputs = [sum(outputs)]
-    others = heads if config.trait("sinks", False) else 0
+    others, copied = heads if config.trait("sinks", False) else 0, 4 * heads  # a scale in fp32 for each row of scores
     kind, switch = config.traits.get("qk_norm"), config.traits.get("qk_norm_if")
     if kind is not None and (switch is None or config.value(switch)):
         vectors = config.traits.get("qk_norm_vectors", config.trait("norm_vectors", 1))
         others += vectors * (2 * head_dim if kind == "head" else (heads + kv_heads) * head_dim)
+        copied += _queries_and_keys(config, (heads + kv_heads) * head_dim, heads + kv_heads if kind == "head" else 2)
+    if "fused" in config.traits.get("rotated", ()):  # values hold on to what the one module made
+        copied += 2 * (heads + kv_heads) * head_dim
+    if "part" in config.traits.get("rotated", ()):  # joined heads lie otherwise, and what comes out is copied
+        copied += 2 * heads * head_dim
     return Attention(
         tuple(Matrix(hidden, size, bias) for size in outputs),
         Matrix(heads * head_dim, hidden, config.trait("out_bias", False)),
@@ -250,6 +297,7 @@ def _grouped(config: _Config, window: int) -> Attention:
         head_dim,
         window,
         others,
+        copied,
     )
 
 
@@ -261,13 +309,14 @@ def _latent(config: _Config, window: int) -> Attention:
     narrow = config.value("q_lora_rank")
     queries = heads * (rope + nope)
     before = [Matrix(hidden, queries)]
-    others = rank
+    others, copied = rank, 2 * queries + 4 * heads  # both parts of the keys are joined
     if narrow is not None:
         narrow = config.size("q_lora_rank")
         before, others = [Matrix(hidden, narrow, bias), Matrix(narrow, queries)], others + narrow
     before += [Matrix(hidden, rank + rope, bias), Matrix(rank, heads * (nope + value))]
     after = Matrix(heads * value, hidden, config.trait("out_bias", False))
-    return Attention(tuple(before), after, heads, rope + nope, value, window, others)
+    copied += _queries_and_keys(config, others, 2)
+    return Attention(tuple(before), after, heads, rope + nope, value, window, others, copied)
 
 
 def _dense(config: _Config, width: int) -> Mlp:
@@ -276,11 +325,13 @@ def _dense(config: _Config, width: int) -> Mlp:
     up = (Matrix(hidden, width, bias),) * (2 if gated else 1)
     if gated and config.trait("fused_up", False):
         up = (Matrix(hidden, 2 * width, bias),)
-    return Mlp(up, (Matrix(width, hidden, bias),), gated)
+    return Mlp(up, (Matrix(width, hidden, bias),), gated, copied_bytes=_mlp_copies(config, width, gated))
 
 
 def _experts(config: _Config) -> Mlp:
-    """Routed experts, and a shared one that every token goes through."""
+    """Routed experts, and a shared one that every token goes through. Of what goes into the former each has a copy, and
+    what comes out is weighed.
+    """
     says, hidden = config.traits["experts"], config.size("hidden")
     number, active = config.size("experts"), config.size("active")
     if active > number:
@@ -289,15 +340,19 @@ def _experts(config: _Config) -> Mlp:
     stacked = {"bias": bias, "copies": number, "used": active, "linear": False}
     up, down = [Matrix(hidden, 2 * width, **stacked)], [Matrix(width, hidden, **stacked)]
     router = [Matrix(hidden, number, bias, linear=False)]
+    copied: float = active * (_mlp_copies(config, width, True) + 4 * hidden + 40) + 4 * number
+    if says.get("chosen_in_fp32"):
+        copied += 4 * hidden
     beside = config.size(says["shared_width"]) if "shared_width" in says else 0
     if "shared" in says:
         beside = width * config.size(says["shared"], 0, least=0)
     if beside:
         shared = _dense(config, beside)
-        up, down = [*up, *shared.up], [*down, *shared.down]
+        up, down, copied = [*up, *shared.up], [*down, *shared.down], copied + shared.copied_bytes
         if says.get("shared_gate"):
             router.append(Matrix(hidden, 1))
-    return Mlp(tuple(up), tuple(down), True, tuple(router))
+            copied += 2 * hidden
+    return Mlp(tuple(up), tuple(down), True, tuple(router), copied)
 
 
 def _has_experts(config: _Config, index: int) -> bool:
