@@ -149,8 +149,13 @@ class ModelSpec:
 
     @property
     def largest_frozen_bytes(self) -> float:
-        """Of the largest single parameter that is not trained, as it lies in memory, on average."""
-        return self.largest_param * self.frozen_bytes / self.frozen_params if self.frozen_params else 0.0
+        """Of the largest single parameter that is not trained, as it lies in memory: of a block on average, and the
+        embedding in 16 bits.
+        """
+        if not self.frozen_params:
+            return 0.0
+        blocks = (b.largest_matrix_params * (2 - self._saved_by_bits(b) / b.params) for b in set(self.blocks))
+        return max(*blocks, 2.0 * self.vocab * self.hidden)
 
     def block_flops(self, seq: int) -> float:
         """Forward FLOPs of one block a token, on average."""

@@ -12,7 +12,7 @@ import pytest
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.blocks import Operator
 from ds_fuyou.planner.presets import model_shapes
-from ds_fuyou.simulator.models import load_model, published_model
+from ds_fuyou.simulator.models import load_model, published_model, with_adapters
 
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "n_positions": 1024}
 LLAMA = {
@@ -64,6 +64,15 @@ def test_flops_and_saved_bytes_of_a_gpt_block() -> None:
     assert found.forward_flops(0) == 2 * 24 * 256 * 256 + 2 * 1000 * 256
     assert found.saved_bytes == 32 * 256  # 34 s b h less dropout's masks
     assert found.params == 2 * (12 * 256 * 256 + 13 * 256) + 1000 * 256 + 2 * 256
+
+
+def test_of_a_base_in_4_bits_the_embedding_is_held_in_16(tmp_path: Path) -> None:
+    """It is larger there than the largest matrix; of a vocabulary that is small it is not."""
+    for vocab, largest in ((128256, 2 * 128256 * 4096), (1000, 4096 * 14336 * (1 / 2 + 1 / 64 + 1 / 4096))):
+        base = load_model(_written(tmp_path, {**LLAMA, "vocab_size": vocab}))
+        four = with_adapters(base, 16, base_bits=4)
+        assert four.largest_frozen_bytes == pytest.approx(largest, rel=1e-3)
+        assert with_adapters(base, 16).largest_frozen_bytes == 2 * four.largest_param
 
 
 def test_a_gated_model_saves_both_halves(tmp_path: Path) -> None:
