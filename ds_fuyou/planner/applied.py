@@ -19,7 +19,8 @@ def completed_block(block: Mapping[str, Any], plan: PlanDocument) -> dict[str, A
     """The block with the plan's tiers, and its mode of activations, where the block leaves them open.
 
     A class that the plan keeps wholly in one place gets that tier; of one in between see :func:`planned_shares`. Where
-    one fate of activations is planned for all, it becomes the mode; a mixed one is what mode "auto" then does.
+    all activations are to leave the device, or to be computed again, that is the mode; a mixture is what mode "auto"
+    does, and that all stay it finds by itself.
 
     Raises:
         FuyouConfigError: the plan is for another number of ranks than the launcher started.
@@ -65,10 +66,10 @@ def _is_open(block: Mapping[str, Any], name: str) -> bool:
 
 
 def _mode(plan: PlanDocument) -> str | None:
-    """ "none", "swap" or "recompute" where the plan says so for every output but block inputs."""
+    """ "swap" or "recompute" where the plan says so for every output but block inputs."""
     rows = [counts for name, counts in plan.activations.items() if name != "block_input"]
-    for fate, mode in (("keep", "none"), ("swap", "swap"), ("recompute", "recompute")):
-        if rows and all(counts[fate] == plan.model.layers for counts in rows):
+    for mode in ("swap", "recompute"):
+        if rows and all(counts[mode] == plan.model.layers for counts in rows):
             return mode
     return None
 

@@ -63,6 +63,14 @@ class PlanDocument:
     machine: str = ""
     predicted: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def fates(self) -> Mapping[str, Mapping[str, int]]:
+        """``activations``, for a run to follow; empty where all stay on the device: a run sees for itself whether they
+        fit.
+        """
+        keeps_all = all(counts["keep"] == self.model.layers for counts in self.activations.values())
+        return {} if keeps_all else self.activations
+
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
 

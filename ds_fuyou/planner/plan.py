@@ -134,7 +134,7 @@ def handles_activations(config: Any, device_is_host: bool) -> bool:
     if config.activations.mode != "auto":
         return bool(config.activations.mode != "none")
     document = config.plan.document if config.plan is not None else None
-    is_planned = document is not None and bool(document.activations)
+    is_planned = document is not None and bool(document.fates)
     return bool(config.gpu_budget_bytes != "auto" or not device_is_host or is_planned)
 
 

@@ -194,9 +194,9 @@ def attach_activations(
 
 
 def _planned(config: FuyouConfig) -> Mapping[str, Mapping[str, int]] | None:
-    """Fates of a plan document, where there is one."""
+    """Fates of a plan document, where there is one that says some."""
     document = config.plan.document if config.plan is not None else None
-    return document.activations if document is not None and document.activations else None
+    return (document.fates or None) if document is not None else None
 
 
 def attach_auto(

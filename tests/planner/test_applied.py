@@ -14,7 +14,7 @@ from ds_fuyou.config import FuyouConfig, load_block
 from ds_fuyou.errors import FuyouConfigError
 from ds_fuyou.planner.applied import require_params
 from ds_fuyou.planner.document import PlanDocument, Residency, Subject, save
-from ds_fuyou.planner.plan import PlanInput, under_block
+from ds_fuyou.planner.plan import PlanInput, handles_activations, under_block
 from ds_fuyou.planner.profiled import placed_under
 from ds_fuyou.state_layout import WHOLE, layout_of
 from tests.harness.runner import ds_config, run_case, with_fuyou
@@ -61,10 +61,21 @@ def test_the_block_has_the_last_word(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("swap", "recompute", "mode"), [(0, 0, "none"), (3, 0, "swap"), (0, 3, "recompute"), (1, 1, "auto")]
+    ("swap", "recompute", "mode"), [(0, 0, "auto"), (3, 0, "swap"), (0, 3, "recompute"), (1, 1, "auto")]
 )
 def test_a_fate_planned_for_all_activations_is_the_mode(swap: int, recompute: int, mode: str, tmp_path: Path) -> None:
     assert _loaded(_plan(swap=swap, recompute=recompute), tmp_path).activations.mode == mode
+
+
+@pytest.mark.parametrize("swap", [0, 1])
+def test_whether_all_activations_fit_the_device_a_run_sees_for_itself(swap: int, tmp_path: Path) -> None:
+    """A plan that keeps all is none of activations: mode "auto" does what it does without one."""
+    found = _loaded(_plan(swap=swap), tmp_path)
+    assert handles_activations(found, device_is_host=True) == bool(swap)
+    assert handles_activations(found, device_is_host=False)
+    assert found.plan is not None
+    assert found.plan.document is not None
+    assert bool(found.plan.document.fates) == bool(swap)
 
 
 @pytest.mark.parametrize(
