@@ -213,7 +213,6 @@ class Swapper:
         self.room_bytes = math.inf
         """Of the device, for all that forward leaves there: a choice to keep holds as long as there is room, and what
         leaves is waited for."""
-        self.keeps_all = False  # a choice to keep holds, whatever room there is
         self.keeps_what_storage_refuses = False
         self.blocks_begin: Callable[[], None] | None = None
         """Told once, when backward asks for the first of what a block saved."""
@@ -384,7 +383,7 @@ class Swapper:
         if self.held.now + num_bytes <= self.room_bytes:
             return True
         with self.clock.within(Phase.ACTIVATIONS):
-            return tier.let_leave(num_bytes, self.room_bytes) or self.keeps_all
+            return tier.let_leave(num_bytes, self.room_bytes)
 
     def _keep(self, key: tuple[int, int], tensor: torch.Tensor, num_bytes: int) -> KeptTensor:
         """What several operators save is on the device once, and counts once."""

@@ -243,8 +243,7 @@ def test_what_cannot_be_kept_is_swapped_without_a_wait(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("keeps_all", [False, True])
-def test_what_leaves_is_waited_for_where_that_makes_room(keeps_all: bool, tmp_path: Path) -> None:
+def test_what_leaves_is_waited_for_where_that_makes_room(tmp_path: Path) -> None:
     """The first blocks are swapped, the last are kept in their place."""
     torch.manual_seed(0)
     model = Plain(num_layers=8).train()
@@ -258,14 +257,13 @@ def test_what_leaves_is_waited_for_where_that_makes_room(keeps_all: bool, tmp_pa
     copies = LateCopies(1 << 30)
     with attached(model, tmp_path, arena_bytes=64 * MIB, copies=copies) as swapped:
         swapped.session.decide(fates | {f"blocks.{i}": BlockFate(Fate.SWAP) for i in range(4)})
-        if not keeps_all:
-            swapped.tier._soon_bytes = 0
-        swapped.swapper.keeps_all, swapped.swapper.room_bytes = keeps_all, 0 if keeps_all else int(0.7 * whole)
+        swapped.tier._soon_bytes = 0
+        swapped.swapper.room_bytes = int(0.7 * whole)
         loss = model(ids)
         kept = swapped.swapper.kept.now
         assert 0.3 * whole < kept < 0.7 * whole
-        assert (copies.out.num_waits > 0) == (not keeps_all)
-        assert keeps_all or swapped.tier.held.peak <= 0.75 * whole
+        assert copies.out.num_waits > 0
+        assert swapped.tier.held.peak <= 0.75 * whole
         loss.backward()
 
 

@@ -9,9 +9,9 @@ than half, where the loss over a large vocabulary needs more. What goes beyond t
 room for stays on the device all the same.
 
 Afterwards a batch that is longer than those of the measured step keeps less on the device than was decided, and swaps
-the rest: logits and whatever else grows with it need the room (:meth:`SavedStep.room_for`; not where a plan document
-decides, which knows what fits). Nothing says how long an input is that holds no token ids; it is taken to be as long as
-the others.
+the rest: logits and whatever else grows with it need the room (:meth:`SavedStep.room_for`). Nothing says how long an
+input is that holds no token ids; it is taken to be as long as the others. Where a plan document decides, which may be
+wrong about the device, the first step says what room there is for what it keeps.
 
 Budgets count what tensors take; an allocator also has holes, which differ from stream to stream. Where it has to give
 back what it kept for later, which waits for the whole device, a fiftieth of the budget less stays from then on, a tenth
@@ -85,6 +85,7 @@ class AutoActivations:
         """What it was decided by; None where a plan document decided."""
         self.device_bytes: float | None = None
         """The most that a rank will hold on the device by what was decided; None: not known."""
+        self._usual: MeasuredActivations | None = None  # what longer batches are compared with
         self._decided_by: SavedStep | None = None
         self._kept_bytes = 0.0  # of activations on the device, as decided
         self._tries: Callable[[], None] | None = None  # to be told when the first forward begins decided
@@ -96,21 +97,20 @@ class AutoActivations:
         """What the first forward made, block by block; once it has decided, a mean one of the measured step."""
         self._recorded_tokens = 0
         self._once: dict[str, str] = {}
-        self._swapper.fates, self._swapper.keeps_what_storage_refuses, self._swapper.keeps_all = {}, True, False
+        self._swapper.fates, self._swapper.keeps_what_storage_refuses = {}, True
 
     def _forward_begins(self, inputs: Any) -> None:
         """Says what room it has. Notes how long batches of the measured step are, and makes room for longer ones."""
-        swapper, usual, saved = self._swapper, self.measured, self._decided_by
+        swapper, usual, saved = self._swapper, self._usual, self._decided_by
         tokens = tokens_in(inputs)
         if not (self.blocks or self._recorded_tokens):
             self._recorded_tokens = tokens
-        if usual is None or saved is None:  # with a plan document for good: it bounds what is leaving, not what is kept
+        if usual is None or saved is None:
             loss_bytes = self._loss_bytes_each * tokens
             swapper.room_bytes = unmeasured_room(self._budget_bytes, self._device, swapper.held.now, loss_bytes)
-            if not self.is_decided:
-                self._peaks.forward_begins()
-                self._lengths.append(tokens)
-                self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
+            self._peaks.forward_begins()
+            self._lengths.append(tokens)
+            self._fixed_bytes = min(self._fixed_bytes, max(0, self._device.allocated_bytes() - swapper.held.now))
             return
         if self._tries is not None:
             tries, self._tries = self._tries, None
@@ -155,9 +155,7 @@ class AutoActivations:
         self._num_steps += 1
         when = f"after step {self._num_steps}"
         if self._num_steps >= _MEASURED_STEP:
-            now = self._look()
-            measured = self._measured({key: now[key] - self._at[key] for key in now})
-            blocks = self.blocks
+            measured, blocks = self._measured_now(), self.blocks
             if measured.mean_tokens and self._recorded_tokens:
                 blocks = scaled_blocks(blocks, measured.mean_tokens / self._recorded_tokens)
             self.blocks = of_rank_0(blocks)
@@ -165,8 +163,10 @@ class AutoActivations:
             return
         choice = None if self._planned is None else of_rank_0(self._by_plan(self._planned))
         if choice is not None:
-            self._swapper.keeps_all = True
+            self._usual = self._measured_now()
+            self._decided_by = self._saved_step(self._usual)
             self._decide(choice, when)
+            self._kept_bytes = math.inf  # in blocks that may come back
         self._at = self._look_anew()
 
     def begin_decided(
@@ -190,7 +190,7 @@ class AutoActivations:
     def _decide_by(self, measured: MeasuredActivations, plan: Callable[[SavedStep], Choice], when: str) -> None:
         """Rank 0 does, for all. A collective."""
         saved = self._saved_step(measured)
-        self.measured = replace(measured, room=saved.room)
+        self._usual = self.measured = replace(measured, room=saved.room)
         choice = decided_by_rank_0(lambda: plan(saved))
         held = choice.kept_bytes + (0.0 if choice.stays_whole else saved.passing_bytes)
         self.device_bytes = max(measured.loss_bytes + held, measured.beside_bytes + max(choice.device_bytes, held))
@@ -266,6 +266,11 @@ class AutoActivations:
                 "becomes of activations is decided by what the next step shows instead",
             )
         return choice
+
+    def _measured_now(self) -> MeasuredActivations:
+        """Since the last look. A collective."""
+        now = self._look()
+        return self._measured({key: now[key] - self._at[key] for key in now})
 
     def _measured(self, step: dict[str, float]) -> MeasuredActivations:
         """Of this step; of the device what the rank had that needs most of it. A collective."""
