@@ -8,6 +8,7 @@ error.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
@@ -23,20 +24,34 @@ SLOW = {
     "down": {"slow_down_secs": 0.004},
     "compute": {"slow_compute_secs": 0.001},
 }
-CASE = case_of("bf16-always-1-two", zero_init=True) | {
-    "steps": 3,
-    "model": {"width": 256},
-    "look_at": [],
+SMALL = {"steps": 3, "model": {"width": 256}, "look_at": []}
+ALONE = case_of("bf16-always-1-two", zero_init=True) | {
+    **SMALL,
     "eval_within": [1],
     "eval_late_in": [1, 2],
     "edit_before": [1],
     "hooks_of_gradients": "behind",
 }
-# Everything away, with room for two parameters that were read; and parameters in host memory, which the step changes
-# where copies to the device read them.
-PLACEMENTS = (
-    ("all", "auto", "backward_and_forward", 2, "swap-nvme"),
-    ("states", "auto", "backward_and_forward", 2, "recompute"),
+SUMS = case_of("bf16-rarely-3-two_lrs", zero_init=True) | {**SMALL, "edit_within": [1], "eval_within": [2]}
+FEW_LIVE = copy.deepcopy(SUMS)
+FEW_LIVE["config"]["zero_optimization"] |= {
+    "stage3_max_live_parameters": 60_000,
+    "stage3_prefetch_bucket_size": 10_000,
+    "stage3_max_reuse_distance": 10_000,
+}
+MOVES = {"move_after": {"1": 0.7, "5": 0.0}, "move_bytes": 600_000}
+MOVES |= {"params_after": {"1": 0.6, "3": 1.0, "5": 0.0}, "grads_after": {"2": 1.0, "4": 0.0, "6": 0.5}}
+# A script, where what it trains lies, and what of that moves.
+RUNS: tuple[tuple[dict, tuple[str, str, str, int, str], dict], ...] = (
+    # everything away, with room for two parameters that were read
+    (ALONE, ("all", "auto", "backward_and_forward", 2, "swap-nvme"), {}),
+    # parameters in host memory, which the step changes where copies to the device read them
+    (ALONE, ("states", "auto", "backward_and_forward", 2, "recompute"), {}),
+    # sums of gradients, on storage and in host memory
+    (SUMS, ("all", "auto", "backward_and_forward", 2, "swap-nvme"), {}),
+    (FEW_LIVE, ("states", "auto", "backward_and_forward", 2, "recompute"), {}),
+    (SUMS, ("grads_cpu", "defer", "none", 1, "auto"), {}),
+    ({**SUMS, "steps": 8}, ("half", "speculate", "backward_and_forward", 2, "none"), MOVES),
 )
 TWO_PARAMETERS = {"prefetch_bytes": 4096}
 
@@ -48,6 +63,11 @@ NOT_NEEDED = {
     "stream.synchronize at zero/gradient_flow.py:rest": "every copy of a gradient was waited for before, and with it "
     "all that its stream was given; the norm is read on the computing stream before anything is changed. Sleep, which "
     "unpins after it, is in test_training.py",
+    "tensor.record_stream at zero/parameters/across_batches.py:_release": "what was put aside and is not taken back "
+    "goes behind a wait: an edit's, a step's, or a checkpoint's",
+    "device.synchronize at optimizer/moving_grads.py:_change": "moves begin behind a step, which has waited for every "
+    "copy of a gradient",
+    "event.record at host/run_ahead.py:let_go": "bounds the device's memory, and orders nothing",
 }
 # Measure time, and order nothing; profiles of operators keep no values.
 MEASURING = ("profiling/", "zero/run/step_clock.py", "host/compute_clock.py")
@@ -55,31 +75,32 @@ MEASURING = ("profiling/", "zero/run/step_clock.py", "host/compute_clock.py")
 
 @pytest.mark.thorough
 def test_each_is_found(stock_run, tmp_path: Path) -> None:
-    stock = stock_run(CASE)
+    stocks = [stock_run(case) for case, *_ in RUNS]
     numbers = itertools.count()
 
-    def begun(fault: str, placement: int, slow: str, trial: int = 1) -> Callable[[], list[dict]]:
+    def begun(fault: str, number: int, slow: str, trial: int = 1) -> Callable[[], list[dict]]:
         directory = tmp_path / f"run{next(numbers)}"
-        fuyou = fuyou_of(directory / "swap", *PLACEMENTS[placement], **TWO_PARAMETERS)
+        case, placement, moves = RUNS[number]
+        fuyou = fuyou_of(directory / "swap", *placement, **TWO_PARAMETERS)
         (directory / "swap").mkdir(parents=True)
         slowness = {engine: secs * 5 ** (trial - 1) for engine, secs in SLOW[slow].items()}
         device = {"seed": trial, "delay_secs": 0.002, "delayed_share": 0.2, "fault": fault, **slowness}
-        return start_case(with_fuyou({**CASE, "device": device}, fuyou), directory, "ours")
+        return start_case(with_fuyou({**case, **moves, "device": device}, fuyou), directory, "ours")
 
     sites = []
-    for placement in range(len(PLACEMENTS)):
-        (sound,) = begun("", placement, "up")()
+    for number, stock in enumerate(stocks):
+        (sound,) = begun("", number, "up")()
         assert not sound["trips"]
         assert differences(stock, [sound]) == []
         sites.append({site for site in sound["sites"] if not any(f" {each}" in site for each in MEASURING)})
     needed = sorted(set.union(*sites) - NOT_NEEDED.keys())
     missed = needed
-    for trial, placement, slow in itertools.product((1, 2, 3), range(len(PLACEMENTS)), SLOW):  # it shows by chance
-        here = [site for site in missed if site in sites[placement]]
+    for trial, number, slow in itertools.product((1, 2, 3), range(len(RUNS)), SLOW):  # it shows by chance
+        here = [site for site in missed if site in sites[number]]
         for pair in (here[at : at + 2] for at in range(0, len(here), 2)):  # devices that are slow wait most of the time
-            starts = {site: partial(begun, site, placement, slow, trial) for site in pair}
+            starts = {site: partial(begun, site, number, slow, trial) for site in pair}
             runs = [(start, start()) for start in starts.values()]
-            found = [shows(stock, end, start) for start, end in runs]
+            found = [shows(stocks[number], end, start) for start, end in runs]
             shown = {site for site, is_shown in zip(starts, found, strict=True) if is_shown}
             missed = [site for site in missed if site not in shown]
     assert not missed, f"left out, and nobody noticed: {missed}"
