@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ds_fuyou.checkpoint.streamed_file import StreamedFile
+from ds_fuyou.errors import FuyouStateError
 from tests.harness.limits import HANG_SECS
 from tests.harness.models import TinyGPT
 from tests.harness.moving import train
@@ -52,11 +53,14 @@ def test_training_goes_on_after_ctrl_c_as_the_thread_starts(
         patch.setattr(StreamedFile, "fill_rest", held)
         with pytest.raises(KeyboardInterrupt):
             engine.save_checkpoint(str(folder), tag="first")
-    assert (state.save is not None) is begins, "what comes next waits for it"
+    assert state.save is not None, "all ranks wait for it together"
     may_write.set()
     if begins:
         engine.fuyou_wait_checkpoint()
         assert [found.name for found in folder.iterdir() if found.is_dir()] == ["first"]
+    else:
+        with pytest.raises(FuyouStateError, match="interrupted"):
+            engine.fuyou_wait_checkpoint()
     train(engine, MODEL, 2, 4)
     engine.save_checkpoint(str(folder), tag="first")
     engine.fuyou_wait_checkpoint()

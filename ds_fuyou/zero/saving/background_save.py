@@ -67,13 +67,14 @@ class Save:
             self._failed(error)
             self._end()
 
-    def drop(self) -> bool:
-        """Ctrl-C came as it was to start. Whether no thread has begun; then none does."""
-        if not self._taken.acquire(blocking=False):
-            return False
-        self.discard()
-        self._end()
-        return True
+    def drop(self) -> None:
+        """Ctrl-C came as it was to start: where no thread has begun, none does, and it has failed, as the script knows.
+        Other ranks, whose threads have begun, hear of it as of any failure.
+        """
+        if self._taken.acquire(blocking=False):
+            self._failed(FuyouStateError("it was interrupted"))
+            self.is_told = True
+            self._end()
 
     def _run(self) -> None:
         if not self._taken.acquire(blocking=False):

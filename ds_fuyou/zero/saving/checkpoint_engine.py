@@ -263,6 +263,7 @@ def _save(
     parts = Parts(folder / hidden, folder / name, dist.get_rank(), makers, latest, lock)
     state: CheckpointState = engine.optimizer.checkpoint_state
     save: Save | None = None
+    core = engine.optimizer.rank_state.core
     try:
         with _streaming(engine) as writer:
             _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
@@ -271,12 +272,14 @@ def _save(
             save = Save(str(folder / name), writer.files, state.snapshot, parts)
             for edits_wait_for in writer.read_behind:
                 edits_wait_for(save.wait)
-        state.save, engine.optimizer.rank_state.core.finish_first = save, save.finish
+        state.save, core.finish_first = save, save.finish
         save.start(publishes=behind)
     except BaseException:
-        if save is None or save.drop():
-            state.save = engine.optimizer.rank_state.core.finish_first = None
+        if save is None:
             parts.end()
+        else:  # all ranks wait for it together
+            state.save, core.finish_first = save, save.finish
+            save.drop()
         raise
     if not behind:
         end_last_save(engine)
