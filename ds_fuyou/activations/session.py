@@ -135,6 +135,7 @@ class ActivationSession:
             return
         self._close_hooks()
         if self._is_running:  # Ctrl-C ended the last forward: it is no Exception
+            self.num_forwards -= 1
             self._close_region()
         if not (torch.is_grad_enabled() and model.training):
             return

@@ -108,9 +108,10 @@ class HostClock:
     def enter(self, phase: Phase) -> None:
         before, then = self.phase, self._began
         self.phase, self._began = phase, (time.perf_counter(), self._waited())
-        if _counts(before, phase):
+        counted = _counted(before, phase)
+        if counted is not None:
             wall, waited = (now - at for now, at in zip(self._began, then, strict=True))
-            self._secs[before] += wall if before is Phase.OUTSIDE else max(0.0, wall - waited)
+            self._secs[counted] += wall if counted is Phase.OUTSIDE else max(0.0, wall - waited)
 
     def within(self, phase: Phase) -> AbstractContextManager[None]:
         return nullcontext()
@@ -190,8 +191,9 @@ class DeviceClock:
             return
         before, then = self._thread_phase, self._thread_at
         self._thread_phase, self._thread_at = phase, self._threads.secs()
-        if _counts(before, phase):
-            self._thread_secs[before] += max(0.0, self._thread_at - then)
+        counted = _counted(before, phase)
+        if counted is not None:
+            self._thread_secs[counted] += max(0.0, self._thread_at - then)
         self._switch(phase)
         if phase is Phase.FORWARD:
             self.settle()
@@ -226,8 +228,9 @@ class DeviceClock:
             first, phase, block = self._marks.popleft()
             last, following, _ = self._marks[0]
             secs = max(0.0, float(first.elapsed_time(last)) / 1000)
-            if _counts(phase, following):
-                self._secs[phase] += secs
+            counted = _counted(phase, following)
+            if counted is not None:
+                self._secs[counted] += secs
             if self._span is not None:
                 begin, self._at_ns = self._at_ns, self._at_ns + round(1e9 * secs)
                 self._span(phase, block, begin, self._at_ns)
@@ -246,8 +249,13 @@ class DeviceClock:
         return sum(self._secs[phase] for phase in _EXPOSED)
 
 
-def _counts(phase: Phase, following: Phase) -> bool:
-    return phase is not Phase.BACKWARD or following not in (Phase.FORWARD, Phase.STEP)
+def _counted(phase: Phase, following: Phase) -> Phase | None:
+    """As what the time from one to the other counts: a backward that never ended as nothing, a forward that an
+    interrupt ended as the script's, which goes on when it likes.
+    """
+    if phase is Phase.BACKWARD and following in (Phase.FORWARD, Phase.STEP):
+        return None
+    return Phase.OUTSIDE if phase is Phase.FORWARD and following in (Phase.OUTSIDE, Phase.STEP) else phase
 
 
 def compute_clock(device: Device, waited: Callable[[], float], span: Span | None) -> ComputeClock:

@@ -2,8 +2,8 @@
 """Which call of a module is the outermost one, also where calls have ended without a word.
 
 PyTorch calls forward hooks at the end of a call and after an ``Exception``, but not after Ctrl-C, or whatever else a
-signal's handler raises that is none. So the outermost call is known by its frame, and where that lies on no thread's
-stack any more, it has ended.
+signal's handler raises that is none. So calls are known by their frames, and where one lies on no thread's stack any
+more, it has ended. One whose frame is not known counts as running.
 """
 
 from __future__ import annotations
@@ -20,28 +20,23 @@ class OutermostCall:
     """Told by forward hooks of one module. A call may be within another one, or beside it in another thread."""
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._frame: FrameType | None = None
+        self._frames: list[FrameType | None] = []
 
     def enter(self) -> bool:
         """In the module's forward pre-hook: whether no other call is running."""
-        if self._depth > 0 and self._frame is not None and not _is_running(self._frame):
-            self._depth = 0
-        if self._depth == 0:
-            self._frame = _frame_of_call()
-        self._depth += 1
-        return self._depth == 1
+        self._frames = [frame for frame in self._frames if frame is None or _is_running(frame)]
+        self._frames.append(_frame_of_call())
+        return len(self._frames) == 1
 
     def leave(self) -> bool:
         """In its forward hook, ``always_call``: whether no other call is running."""
-        self._depth = max(0, self._depth - 1)
-        if self._depth == 0:
-            self._frame = None
-        return self._depth == 0
+        if self._frames:
+            self._frames.pop()
+        return not self._frames
 
     def forget(self) -> None:
         """No call is running."""
-        self._depth, self._frame = 0, None
+        self._frames.clear()
 
 
 def _frame_of_call() -> FrameType | None:
@@ -52,7 +47,7 @@ def _frame_of_call() -> FrameType | None:
     return frame
 
 
-def _is_running(sought: FrameType | None) -> bool:
+def _is_running(sought: FrameType) -> bool:
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:

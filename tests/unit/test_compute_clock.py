@@ -156,6 +156,7 @@ def test_a_measured_step_may_wait_and_others_count_what_is_late_in_the_next() ->
     for wait, expected in ((False, 0.0), (False, 3.0), (True, 6.0)):
         clock.enter(Phase.FORWARD)
         device.compute(3.0)
+        clock.enter(Phase.BACKWARD)
         clock.enter(Phase.OUTSIDE)
         assert watch.end_step(wait=wait).forward_secs == expected
         device.host_secs = device.stream_secs
@@ -186,22 +187,28 @@ def test_a_forward_that_an_interrupt_ended_is_as_if_it_had_not_begun(evaluates: 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(2)))
     watch = StepClock(model, clock)
     watch.record_next(find_blocks(model, ["Sequential"]), None, even_compiled=False)
+    model[1].register_forward_hook(lambda *_: device.compute(1.0))
 
     def interrupt(*_: object) -> None:
         device.compute(5.0)
         raise KeyboardInterrupt
 
-    handle = model[1].register_forward_pre_hook(interrupt)
-    with torch.set_grad_enabled(not evaluates), pytest.raises(KeyboardInterrupt):
+    def interrupted() -> None:
+        handle = model[1].register_forward_pre_hook(interrupt)
+        with torch.set_grad_enabled(not evaluates), pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 3))
+        handle.remove()
+        device.host_works(60.0)
+
+    for _ in range(2):
+        interrupted()
         model(torch.ones(2, 3))
-    handle.remove()
-    with torch.no_grad():
-        model(torch.ones(4, 3))
-    model[1].register_forward_hook(lambda *_: device.compute(1.0))
-    model(torch.ones(2, 3))
-    clock.enter(Phase.OUTSIDE)
+        clock.enter(Phase.OUTSIDE)
+    interrupted()
+    clock.enter(Phase.STEP)
     times = watch.end_step(wait=True)
-    assert (times.num_forwards, times.num_elements, times.forward_secs) == (1, 6.0, 1.0)
+    assert (times.num_forwards, times.num_elements, times.forward_secs) == (2, 6.0, 2.0)
+    assert times.outside_secs > 110.0
     blocks, _ = watch.recorded()
     assert [block.name for block in blocks] == ["0", "1", ""]
 

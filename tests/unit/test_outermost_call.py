@@ -90,11 +90,11 @@ def test_a_call_of_another_thread_runs_beside_the_first() -> None:
 def test_nothing_of_a_call_is_kept_when_it_has_ended() -> None:
     model = Watched()
     model(BATCH)
-    assert model.call._frame is None
+    assert model.call._frames == []
     model.work = interrupt
     with pytest.raises(KeyboardInterrupt):
         model(BATCH)
     model.call.forget()
-    assert model.call._frame is None
+    assert model.call._frames == []
     model(BATCH)
     assert model.take() == [*ALONE, "begins", *ALONE]

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from ds_fuyou.planner.profile import BlockCost
 from ds_fuyou.profiling.operators import OperatorRecorder, SavedHooks
 
 __all__ = ["StepClock", "StepTimes"]
-
-_Recording: TypeAlias = "tuple[Sequence[Block], SavedHooks | None, bool]"
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,8 @@ class StepClock:
         """Of a micro-batch of the last step: the mean of all, where they have as many dimensions."""
         self.recorded_elements = 0
         """Of the forward that was recorded last."""
-        self._wanted: _Recording | None = None
-        self._recording: _Recording | None = None
+        self._wanted: tuple[Sequence[Block], SavedHooks | None, bool] | None = None
+        self._is_open = False  # a forward in training, until it ends or is known to have been interrupted
         self._outermost = OutermostCall()
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(torch.compiler.disable(self._enter), with_kwargs=True),
@@ -99,29 +97,35 @@ class StepClock:
             self._since = self._secs()  # what the last step did after its end is not this one's
         self._shapes.append(_shape_of((args, kwargs)))
         if self._wanted is not None and model is self._model():  # a deep copy has the hooks, too
-            self._recording, self._wanted = self._wanted, None
-            blocks, hooks, even_compiled = self._recording
+            blocks, hooks, even_compiled = self._wanted
             if even_compiled or not _is_compiled(model):
                 self.recorded_elements = math.prod(self._shapes[-1])
                 self.recorder = OperatorRecorder(blocks, hooks, sees_saves=hooks is not None, device=self._device)
                 self.recorder.__enter__()
+        self._is_open = True
         self._clock.enter(Phase.FORWARD)
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        if not self._outermost.leave() or self._clock.phase is not Phase.FORWARD:
+        if not self._outermost.leave() or not self._is_open:
             return
+        self._is_open = False
+        if model is self._model():
+            self._wanted = None
         self._close_recorder()
         self._clock.enter(Phase.BACKWARD)
 
     def _undo_interrupted(self) -> None:
         """A forward that Ctrl-C ended is as if it had not begun."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._clock.phase is Phase.FORWARD:
             self._clock.enter(Phase.OUTSIDE)
-            self._clock.settle(wait=True)
-            self._shapes.pop()
+        self._clock.settle(wait=True)
+        self._shapes.pop()
         if self.recorder is not None and self.recorder.is_open:
             self._close_recorder()
-            self._wanted = self._recording
+            self.recorder = None
 
     def _close_recorder(self) -> None:
         if self.recorder is not None and self.recorder.is_open:
@@ -133,12 +137,12 @@ class StepClock:
             self._clock.enter(Phase.OUTSIDE)
 
     def end_step(self, *, wait: bool = False) -> StepTimes:
-        """The step's times; a new step begins. Closes what an interrupt left open. What the device has not done yet
-        counts in the next step, unless ``wait`` says that the host waits for it.
+        """The step's times; a new step begins. What the device has not done yet counts in the next step, unless
+        ``wait`` says that the host waits for it.
         """
+        self._undo_interrupted()
         self._clock.settle(wait=wait)
         self._outermost.forget()
-        self._close_recorder()
         count = max(1, len(self._shapes))
         (forward, in_forward), (backward, in_backward), (_, in_step) = (
             (now[0] - then[0], now[1] - then[1]) for now, then in zip(self._secs(), self._since, strict=True)
@@ -156,6 +160,7 @@ class StepClock:
 
     def close(self) -> None:
         """Takes its hooks off the model. Idempotent."""
+        self._outermost.forget()
         self._close_recorder()
         for handle in self._handles:
             handle.remove()
