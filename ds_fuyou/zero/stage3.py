@@ -652,18 +652,26 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
         state = self.__dict__.get("rank_state")
         if state is None or state.has_ended:
             return
-        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+        with ExitStack() as ending:
             ending.callback(state.close)
             if state.store is not None and state.resumed is not None:  # also where all of it had been taken over
                 ending.callback(state.store.keep_because, "the engine could not be built")
-            ending.callback(self._token_count.remove)
-            ending.callback(self.run_plan.close)
-            ending.callback(self._disown)
-            ending.callback(self._forget_modules)
-            ending.callback(self.parameter_offload.destroy)
-            for name in ("_grad_acc_hooks", "_leaf_module_hooks"):
-                for hook in self.__dict__.get(name, ()):
-                    ending.callback(hook.remove)
+            self._take_off(ending, self.parameter_offload.destroy)
+
+    def _take_off(self, ending: ExitStack, *stock_ends: Callable[[], None]) -> None:
+        """All that is to end, from the last line to the first, what fails keeping nothing else from it: what the model
+        has of an engine, and DeepSpeed's own ends.
+        """
+        ending.callback(unwatch_gathers, self.module, self.parameter_offload.get_param_coordinator())
+        ours = (*self._forward_hooks, self._token_count)
+        theirs = (hook for name in ("_grad_acc_hooks", "_leaf_module_hooks") for hook in self.__dict__.get(name, ()))
+        for hook in (*ours, *theirs):
+            ending.callback(hook.remove)
+        ending.callback(self.run_plan.close)
+        ending.callback(self._forget_modules)
+        for end in stock_ends:
+            ending.callback(end)
+        ending.callback(self._disown)
 
     def lose_parameters(self) -> None:
         """Another training engine takes them: this one makes no further steps."""
@@ -680,20 +688,14 @@ class FuyouStage3Optimizer(DeepSpeedZeroOptimizer_Stage3):
             self._end_here(why)
 
     def _end_here(self, why: str) -> None:
-        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+        stock_ends = (super().destroy, partial(release_gathered, self.module))
+        with ExitStack() as ending:
             ending.callback(self.fp16_partitioned_groups_flat.clear)
             ending.callback(self.rank_state.close, why)
-            ending.callback(unwatch_gathers, self.module, self.parameter_offload.get_param_coordinator())
-            for hook in (*self._forward_hooks, self._token_count):
-                ending.callback(hook.remove)
-            ending.callback(self.run_plan.close)
-            ending.callback(self._forget_modules)
-            for part in (super().destroy, partial(release_gathered, self.module)):
-                ending.callback(self._unless_failed, part)
+            self._take_off(ending, *(partial(self._unless_failed, end) for end in stock_ends))
             if self._across_batches is not None:
                 ending.callback(self._across_batches.forget)
             ending.callback(give_back, self.optimizer)
-            ending.callback(self._disown)
 
     def _unless_failed(self, part: Callable[[], None]) -> None:
         """Where the device has failed, its errors are told alone."""

@@ -92,7 +92,8 @@ def forget_modules(module: torch.nn.Module, coordinator: Any) -> None:
         if getattr(child._parameters, "_in_forward", False):
             child._parameters._in_forward = False
     kept = parameter_offload.FWD_MODULE_STACK
-    kept[:] = [each for each in kept if each not in ended]
+    for each in [each for each in kept if each in ended]:  # an engine may end in a thread beside another one's forward
+        kept.remove(each)
     _cache_of(of_coordinator(coordinator, "params_to_release")).cache_clear()
 
 

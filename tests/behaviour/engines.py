@@ -313,24 +313,26 @@ def core_refuses(swap: str) -> str:
 
 
 def ends_badly(engine: Any) -> str:
-    """What destroy() raises where parts of an engine close with an error."""
-    state = engine.optimizer.rank_state
-    held, end_plan = state.parameters, engine.optimizer.run_plan.close
+    """What destroy() raises where parts of an engine close with an error, and how many hooks of gradients it leaves."""
+    state, offload = engine.optimizer.rank_state, engine.optimizer.parameter_offload
+    held, end_offload = state.parameters, offload.destroy
+    hooks = list(engine.optimizer._grad_acc_hooks)
+    assert all(hook.id in hook.hooks_dict_ref() for hook in hooks)
 
     def refuse() -> None:
         held.close()
         raise OSError("this part did not end well")
 
     def refuse_first() -> None:
-        end_plan()
+        end_offload()
         raise ValueError("an earlier part did not end well")
 
-    engine.optimizer.run_plan.close = refuse_first
+    offload.destroy = refuse_first
     state.parameters = types.SimpleNamespace(close=refuse)
     try:
         engine.destroy()
     except OSError as error:
-        return str(error)
+        return f"{error}, {sum(hook.id in hook.hooks_dict_ref() for hook in hooks)} hooks are left"
     return "nothing"
 
 

@@ -78,7 +78,7 @@ def test_destroy_frees_threads_descriptors_files_and_memory(tiers: str, tmp_path
     assert found["after"] == found["before"] | {"descriptors": found["before"]["descriptors"] + kept}
     core, trace, plan, last = found["refused"]
     assert core == "the core refuses, 0 files are left"
-    assert last == "this part did not end well", "and all others have gone"
+    assert last == "this part did not end well, 0 hooks are left", "and all others have gone"
     assert "fuyou.trace must name a file that can be written" in trace
     assert "block_input is planned for 4 blocks, the model has 3" in plan
     assert found["gathered"] == 0, "reading a parameter of an engine that has ended"

@@ -13,6 +13,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -298,10 +299,11 @@ def watch(engine: Any, offload: Any, activation: Activation) -> None:
 
     def destroy() -> None:
         reads.is_destroyed = True
-        reads.end()
-        unwatch_gathers(module, coordinator)
-        stock_destroy()
-        forget_modules(module, coordinator)
+        with ExitStack() as ending:  # from the last line to the first; what fails keeps nothing else from ending
+            ending.callback(forget_modules, module, coordinator)
+            ending.callback(stock_destroy)
+            ending.callback(unwatch_gathers, module, coordinator)
+            ending.callback(reads.end)
 
     coordinator.fetch_sub_module = for_training(fetch_sub_module)
     without_prefetch_to_host(coordinator)
