@@ -80,8 +80,8 @@ soak-device: setup
 	$(RUN) python tests/harness/prebuild.py
 	$(RUN) python -m tests.device.soak $(SEEDS)
 
-# What docs/durability.md promises, for hours; samples of it are in `make test`. FAULTS_FLAGS, CRASH_FLAGS, FUZZ_FLAGS and
-# SOAK_FLAGS: each module's --help says which there are.
+# What docs/durability.md promises, for hours; samples are in `make test` and `make test-thorough`. FAULTS_FLAGS,
+# CRASH_FLAGS, FUZZ_FLAGS and SOAK_FLAGS: each module's --help says which there are.
 RESULTS := benchmarks/results/$(shell date +%F)
 
 # Every I/O operation of a run struck by every fault, on both I/O engines: about an hour. Interrupted, it goes on.

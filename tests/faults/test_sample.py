@@ -13,7 +13,9 @@ from tests.faults.sweep import EFFECTS, STARTS, can_answer, kind_of, outcomes_of
 SEED = 0
 
 
-@pytest.mark.parametrize("engine", ["io_uring", pytest.param("threads", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "engine", ["io_uring", pytest.param("threads", marks=pytest.mark.thorough if can_answer() else ())]
+)
 def test_a_run_that_an_operation_fails_is_told_of_it_and_can_be_gone_on_from(engine: str, tmp_path: Path) -> None:
     """One operation at random for every fault, in runs that begin, and that go on from what a run left."""
     if engine == "io_uring" and not can_answer():
