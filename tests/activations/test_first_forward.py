@@ -200,7 +200,7 @@ def test_what_a_plan_keeps_is_kept_as_far_as_there_is_room(taken: int, model: Pl
     rows = {name: {"keep": 2, "swap": 2, "recompute": 0} for name in names}
     expected = gradients(copy.deepcopy(model), lambda model: model(IDS).backward())
     device = CountedDevice()
-    kept: list[int] = []
+    kept, budget = list[int](), 120 * MIB
 
     def backward(model: nn.Module) -> None:
         device.hold(100 * MIB)
@@ -210,15 +210,20 @@ def test_what_a_plan_keeps_is_kept_as_far_as_there_is_room(taken: int, model: Pl
         loss.backward()
 
     with attached(model, tmp_path, copies=LateCopies(2)) as swapped:
-        auto = RecordedAuto(swapped, device, 120 * MIB, rows)
-        for room in (10 * MIB, (120 - taken) * MIB, (120 - taken) * MIB):
+        auto = RecordedAuto(swapped, device, budget, rows)
+        for room in (10 * MIB, budget - taken * MIB, budget - taken * MIB):
             found = gradients(model, backward)
             assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            decided = auto._decided_by
+            working = 0 if decided is None else 2 * decided.block_bytes
             held = swapped.tier.held.peak
-            assert max(0, room) <= swapped.swapper.room_bytes <= max(0, room + held)
+            assert max(0, room - working) <= swapped.swapper.room_bytes <= max(0, room + held - working)
+            if decided is not None:
+                assert swapped.swapper.room_bytes == max(0, decided.most_bytes - working), "backward brings two blocks"
             auto.step_applied(planned)
             assert auto.is_decided
             assert auto.measured is None
+            assert auto.device_bytes == budget, "nothing else may fill it"
         assert (kept[1] > 0, kept[2] > 0) == (taken == 100,) * 2
 
 

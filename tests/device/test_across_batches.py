@@ -14,9 +14,11 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 from ds_fuyou.parameters.partition import Presence
+from ds_fuyou.planner.blocks import OPERATORS
 from ds_fuyou.zero.parameters.param_swapper import PARTITION_TENSORS, partition_of
 from tests.device.parity import fuyou_of
 from tests.harness.models import build_model, make_batch
+from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
 
 pytestmark = [pytest.mark.standin, pytest.mark.usefixtures("only_rank")]
@@ -113,6 +115,21 @@ def test_the_plan_counts_what_stays(tmp_path: Path) -> None:
     staying(engine, ACCUMULATION)
     assert across.most_bytes == 2 * sum(param.ds_numel for param in engine.module.parameters())
     assert plan._device_bytes() == plan.auto.device_bytes + across.most_bytes
+    engine.destroy()
+
+
+def test_what_a_plan_keeps_of_activations_may_fill_the_budget(tmp_path: Path) -> None:
+    """The same room is not for both."""
+    model, budget = build_model({}), 1 << 30
+    num_params, num_blocks = sum(param.numel() for param in model.parameters()), len(model.blocks)
+    planned = dict.fromkeys(("block_input", *OPERATORS), (1, num_blocks - 1, 0))
+    more = {"gpu_budget_bytes": budget, "plan": plan_document(num_params, num_blocks, planned)}
+    engine = make_engine(tmp_path / "swap", "all", 1_000_000, activations="auto", **more)
+    assert staying(engine, 3 * ACCUMULATION) == set()
+    plan = engine.optimizer.run_plan
+    assert plan.auto.is_decided
+    assert plan.auto.measured is None
+    assert plan._device_bytes() == budget
     engine.destroy()
 
 

@@ -119,9 +119,10 @@ class AutoActivations:
             tries()
         if self._is_between:  # what an evaluation asked for is not this step's
             self._num_retries, self._is_between = self._device.num_retries(), False
+        is_longer = tokens > usual.longest_tokens > 0
+        longer = (tokens / usual.mean_tokens, tokens / usual.longest_tokens) if is_longer else (1.0, 1.0)
         room = saved.most_bytes
-        if tokens > usual.longest_tokens > 0:
-            longer = tokens / usual.mean_tokens, tokens / usual.longest_tokens
+        if is_longer or self.measured is None:  # a plan document has left no room for what backward works on
             room = saved.room_for(*longer, usual.fixed_bytes, self._kept_bytes)
         swapper.room_bytes = max(0.0, room - self._given_up_bytes - self._more_bytes)
 
@@ -167,6 +168,8 @@ class AutoActivations:
             self._decided_by = self._saved_step(self._usual)
             self._decide(choice, when)
             self._kept_bytes = math.inf  # in blocks that may come back
+            self.device_bytes = float(self._budget_bytes)  # what is kept fills it, if there is as much
+            return
         self._at = self._look_anew()
 
     def begin_decided(
