@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_fuyou.errors import FuyouStateError
 
-__all__ = ["LoadMeetings", "all_or_none", "decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
+__all__ = ["LoadMeetings", "all_or_none", "barrier", "decided_by_rank_0", "least", "of_every_rank", "of_rank_0"]
 
 T = TypeVar("T")
 
@@ -91,6 +91,11 @@ def least(*values: float, group: dist.ProcessGroup | None = None) -> list[float]
     tensor = tensor.to(get_accelerator().current_device_name())
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=group)
     return [float(value) for value in _in_order(tensor.cpu().numpy()).view(numpy.float64)]
+
+
+def barrier() -> None:
+    """Until all ranks are here."""
+    least(1.0)
 
 
 def _in_order(bits: numpy.ndarray) -> numpy.ndarray:

@@ -110,13 +110,13 @@ def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowes
 
 def test_ranks_begin_their_probes_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    for name in ("least", "probe_storage", "probe_link"):
+    for name in ("barrier", "probe_storage", "probe_link"):
         call = partial(lambda name, call, *given: calls.append(name) or call(*given), name, getattr(run_plan, name))
         monkeypatch.setattr(run_plan, name, call)
     train(engine, 1)
     calls.clear()
     train(engine, 1)
-    assert calls[:3] == ["least", "probe_storage", "probe_link"]
+    assert calls[:3] == ["barrier", "probe_storage", "probe_link"]
 
 
 def finds(plan: Any, monkeypatch: pytest.MonkeyPatch, cause: Cause, ratio: float) -> None:

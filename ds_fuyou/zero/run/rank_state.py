@@ -47,7 +47,7 @@ from ds_fuyou.storage.parked import ParkedValues
 from ds_fuyou.telemetry.pipeline_lanes import PipelineLanes
 from ds_fuyou.telemetry.report import StepReport, waited_secs
 from ds_fuyou.telemetry.trace import LaneTrace
-from ds_fuyou.zero.agreement import all_or_none, least
+from ds_fuyou.zero.agreement import all_or_none, barrier, least
 from ds_fuyou.zero.compute_spans import computed
 from ds_fuyou.zero.parameters.frozen_places import FrozenPlaces
 from ds_fuyou.zero.parameters.inference import InferenceReads, reads_of_inference
@@ -358,7 +358,7 @@ class RankState:
         """
         params = ChunkResidency.of_shares(self.layout, share, 0.0, 0.0).params
         self.core.commits.wait()
-        least(1.0)  # on all ranks: while it moves no record stands, and one of them may be killed before it begins
+        barrier()  # on all ranks: while it moves no record stands, and one of them may be killed before it begins
         move, refusal = None, None
         try:
             move = ParamMove(self.core, params, self._storage_budget_bytes, num_versions)

@@ -60,7 +60,7 @@ from ds_fuyou.storage.types import PAGE_BYTES
 from ds_fuyou.telemetry.report import LaneTimes
 from ds_fuyou.units import shown_bytes
 from ds_fuyou.zero.activations import model_blocks
-from ds_fuyou.zero.agreement import least, of_every_rank, of_rank_0
+from ds_fuyou.zero.agreement import barrier, least, of_every_rank, of_rank_0
 from ds_fuyou.zero.parameters.across_batches import AcrossBatches
 from ds_fuyou.zero.run.auto_activations import AutoActivations
 from ds_fuyou.zero.run.budgets import device_budget
@@ -431,7 +431,7 @@ class RunPlan:
         if times.num_elements and self.clock.recorded_elements:  # another micro-batch, and a mean of several
             self._blocks = scaled_blocks(self._blocks, times.num_elements / self.clock.recorded_elements)
         began = time.perf_counter()
-        least(1.0)  # all probe at once, so each sees its own share of a disk and of a link
+        barrier()  # all probe storage at once, so each sees its own share of a disk
         found: RunProfile | None = None
         if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
             told = "no plan: the second step had no forward, backward or update that could be timed"
