@@ -137,6 +137,8 @@ class OutOfCoreOptimizer:
             self._taken_over = TakenOver(self)
             self._norm_of_overrides = False
             self._snapshot: Snapshot | None = None
+            self.num_snapshots = 0
+            """That were begun."""
             self.finish_first: Callable[[], None] | None = None
             """What works behind training and must have ended before anything here does."""
             self.commits = StepCommits(self, self._worker, resumed)
@@ -651,6 +653,7 @@ class OutOfCoreOptimizer:
         for index in [index for index in self.window.prepared if self.place.has_spare(index)]:
             self.drop_prepared(index)
         self._snapshot = Snapshot(self)
+        self.num_snapshots += 1
         return self._snapshot
 
     def wait_copied(self) -> None:

@@ -151,6 +151,12 @@ def test_steps_beside_which_a_checkpoint_is_written_are_not_compared(
     with monkeypatch.context() as patch:
         patch.setattr(type(core), "has_snapshot", True)
         train(engine, 1)
-        assert not plan.findings
+        assert not plan.findings, "it has not ended"
+    train(engine, 1)
+    assert not plan.findings, "it was there when the step began"
     train(engine, 1)
     assert plan.findings
+    core.snapshot().close()
+    train(engine, 1)
+    assert not plan.findings, "it began and ended within the step"
+    core.num_snapshots += 1

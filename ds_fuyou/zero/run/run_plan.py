@@ -214,13 +214,20 @@ class RunPlan:
         """A plan is to be made: once activations have their fates for a whole step."""
         return _Stage.PLANS if self.auto is None or self.auto.is_decided else _Stage.SETTLES
 
-    def _look(self) -> tuple[float, LaneTimes, int, ActivationWork]:
-        """Counters since the start."""
+    def _look(self) -> tuple[float, LaneTimes, int, ActivationWork, int]:
+        """Counters since the start; the last one, of snapshots that have ended."""
         state = self._state
         session, work = state.activations, ActivationWork()
         if session is not None:
             work = ActivationWork(session.counters.written_bytes, session.num_forwards)
-        return time.perf_counter(), LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements, work
+        num_updated = state.core.pipeline.stats().num_updated_elements
+        num_ended = state.core.num_snapshots - state.core.has_snapshot
+        return time.perf_counter(), LaneTimes.of(state), num_updated, work, num_ended
+
+    @property
+    def _is_beside_snapshot(self) -> bool:
+        """Whether states were copied for a checkpoint within the step that ends, or since the one before."""
+        return self._state.core.num_snapshots > self._at[-1]
 
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
@@ -416,7 +423,7 @@ class RunPlan:
         """The first step also builds what later ones use again; the second is timed. On all ranks."""
         state = self._state
         state.core.wait_all()
-        _, lanes, updated, _ = self._at
+        _, lanes, updated, *_ = self._at
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
         if now.update_secs > lanes.update_secs:  # the better of both: either is a short look at a shared machine
             rate = (num_updated - updated) / (now.update_secs - lanes.update_secs)
@@ -521,8 +528,7 @@ class RunPlan:
     def _begin(self, profile: RunProfile) -> None:
         """Predicts, tells, and watches from the next step on."""
         state = self._state
-        _, _, _, work = self._look()
-        before = self._at[3]
+        work, before = self._look()[3], self._at[3]
         moved = ActivationWork(
             work.written_bytes - before.written_bytes,
             work.num_forwards - before.num_forwards,
@@ -568,7 +574,7 @@ class RunPlan:
 
     def _of_this_step(self, times: StepTimes) -> RunProfile | None:
         """Where profiles are not kept: what the lanes did in the step that ends now."""
-        state, (_, before, num_before, _) = self._state, self._at
+        state, (_, before, num_before, *_) = self._state, self._at
         lanes = LaneTimes.of(state).since(before)
         if not times.num_forwards or times.forward_secs <= 0 or times.backward_secs <= 0:
             return None
@@ -614,10 +620,10 @@ class RunPlan:
         """This step against the plan: whether it must be made anew. A step beside which a checkpoint is written tells
         nothing of the others.
         """
-        if self._state.core.has_snapshot:
+        if self._is_beside_snapshot:
             return False
-        began, lanes, updated, _ = self._at
-        now, current, num_updated, _ = self._look()
+        began, lanes, updated, *_ = self._at
+        now, current, num_updated, *_ = self._look()
         step = current.since(lanes)
         self._threads.append(times.thread)
         found = watch.step(
