@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -42,16 +43,16 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.destroy()
 
 
-def train(engine: Any, count: int) -> Any:
+def train(engine: Any, count: int, length: int = 17) -> Any:
     for _ in range(count):
-        engine.backward(engine(torch.ones(2, 17, dtype=torch.int64)))
+        engine.backward(engine(torch.ones(2, length, dtype=torch.int64)))
         engine.step()
     return engine.optimizer.run_plan
 
 
-def kept(directory: Path) -> list[float]:
-    """Seconds of forward, of each profile."""
-    return [json.loads(path.read_text())["forward_secs"] for path in (directory / "profiles").glob("*")]
+def kept(directory: Path, name: str = "forward_secs") -> list[float]:
+    """Of each profile."""
+    return [json.loads(path.read_text())[name] for path in (directory / "profiles").glob("*")]
 
 
 def test_what_a_script_does_between_steps_is_told_apart(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_a_step_that_compiled_is_measured_again_and_not_kept(
 
 
 def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowest_one(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled_in_the_second_step(engine, monkeypatch)
     monkeypatch.setattr(run_plan, "least", lambda *asked: [*asked[:-1], 0.0])
@@ -106,6 +107,68 @@ def test_nothing_is_measured_again_for_a_rank_that_computes_less_than_the_slowes
     assert Cause.LESS_COMPUTE in {found.cause for found in plan.findings}
     assert plan.profile.forward_secs == 100.0
     assert plan.auto.is_decided
+    assert kept(tmp_path) == [100.0], "on this rank no more than on the slowest one"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_where_nothing_can_follow_the_next_run_measures_again(
+    world_size: int, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_in_the_second_step(engine, monkeypatch)
+    plan = train(engine, PLANNED)
+    plan.auto = None
+    monkeypatch.setattr(type(plan.moves), "may_place", False)
+    monkeypatch.setattr(run_plan, "dist", SimpleNamespace(get_world_size=lambda: world_size))
+    train(engine, LASTING)
+    assert plan.profile.forward_secs == 100.0
+    assert kept(tmp_path) == [100.0] * (world_size - 1), "what other ranks compute is not known"
+
+
+def test_a_longer_batch_that_computes_less_than_in_proportion_is_measured_for_this_run_alone(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kept profile is right for its own batch."""
+    compiled_in_the_second_step(engine, monkeypatch)
+    plan = train(engine, PLANNED)
+    plan._watch.told.add(Cause.LESS_COMPUTE)
+    plan._may_measure_anew = False
+    shorter = kept(tmp_path, "num_elements")
+    train(engine, LASTING, 68)
+    assert [found.cause for found in plan.findings] == [Cause.WORKLOAD]
+    assert plan.profile.forward_secs == 400.0
+    plan._may_measure_anew = True
+    train(engine, 2 * PLANNED + LASTING, 68)
+    assert plan.profile.forward_secs == 1.0
+    assert (kept(tmp_path), kept(tmp_path, "num_elements")) == ([100.0], shorter)
+    assert plan.profile.num_elements == 4 * shorter[0]
+
+
+def test_a_failed_probe_leaves_the_plan_that_there_was(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_in_the_second_step(engine, monkeypatch)
+    plan = train(engine, PLANNED + LASTING)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(run_plan, "probe_storage", full)
+    train(engine, PLANNED)
+    assert plan.auto.is_decided
+    assert plan.profile.forward_secs == 100.0
+    assert plan._watch is not None
+    assert kept(tmp_path) == []
+
+
+def test_what_is_timed_beside_a_checkpoint_is_not_kept(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_in_the_second_step(engine, monkeypatch)
+    plan = train(engine, PLANNED + LASTING + 1)
+    engine.optimizer.rank_state.core.snapshot().close()
+    train(engine, PLANNED - 1)
+    assert plan.profile.forward_secs == 1.0
+    assert kept(tmp_path) == []
 
 
 def test_ranks_begin_their_probes_together(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +211,10 @@ def test_steps_beside_which_a_checkpoint_is_written_are_not_compared(
     plan = train(engine, PLANNED)
     finds(plan, monkeypatch, Cause.WRITES, 0.5)
     core = engine.optimizer.rank_state.core
+    core.snapshot().close()
+    train(engine, 1)
+    assert not plan.findings, "it began and ended within the step"
+    core.num_snapshots += 1
     with monkeypatch.context() as patch:
         patch.setattr(type(core), "has_snapshot", True)
         train(engine, 1)
@@ -156,7 +223,3 @@ def test_steps_beside_which_a_checkpoint_is_written_are_not_compared(
     assert not plan.findings, "it was there when the step began"
     train(engine, 1)
     assert plan.findings
-    core.snapshot().close()
-    train(engine, 1)
-    assert not plan.findings, "it began and ended within the step"
-    core.num_snapshots += 1

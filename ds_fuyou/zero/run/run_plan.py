@@ -17,7 +17,7 @@ import logging
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,7 @@ class RunPlan:
         self.prediction: Prediction | None = None
         self.findings = deque[Finding](maxlen=100)
         self._told_waits: set[bool] = set()
-        self._origin, self._kept_at = _Origin.EARLIER, ""
+        self._origin, self._kept_at = _Origin.EARLIER, "not kept"
         self._usual: dict[Cause, float] = {}
         # Doubled each time: batches may be grouped by length, and a disk be throttled by turns.
         self._patience = {
@@ -321,6 +321,8 @@ class RunPlan:
         """What one rank asks all do: plan anew, or leave memory. A collective, on all ranks after the same steps."""
         auto, moves = self.auto, self.moves
         if not (moves.may_place or (auto is not None and self._facts.keeps)):  # nothing follows that all ranks do
+            if self._computes_less and dist.get_world_size() == 1:  # others' steps are not known here
+                self._drop_mismeasured()
             if anew:
                 self.profile = self._as_found()
                 self._plan_anew()
@@ -329,7 +331,8 @@ class RunPlan:
         least_anew, *asked, less = least(-float(anew), -float(scarce), -float(waits), float(self._computes_less))
         anew, (scarce, waits) = _Anew(int(-least_anew)), (value < 0 for value in asked)
         if less:  # on all ranks: the plan is made by the slowest one's compute
-            anew, self._may_measure_anew = _Anew.ALL, False
+            anew = _Anew.ALL
+            self._drop_mismeasured()
         if anew:
             profiles = [profile for profile in of_every_rank(self._as_found()) if profile is not None]
             self.profile = self._lately(slowest(profiles))
@@ -339,10 +342,12 @@ class RunPlan:
                 self._record_next()
                 if was_decided and current_rank() == 0:
                     get_logger().info("activations are decided anew within the next steps")
-            if anew is _Anew.ALL:
-                self._measure_anew()
-            else:
-                self._plan_anew()
+            elif anew is _Anew.ALL:
+                self._record_next()
+            self._plan_anew()
+            if anew is _Anew.ALL:  # the profile is of other steps than those that are trained
+                self._stage, self._num_measured, self._blocks = _Stage.MEASURES, 0, ()
+                self._update_rate = self._sum_rate = 0.0
         plan = self._state.plan
         if scarce:
             moves.leave_memory()
@@ -380,13 +385,6 @@ class RunPlan:
         self._watch, self._stage = None, self._planning()
         if self._num_steps > 1:  # the first step's batch is no news of an earlier run's machine
             self._origin = _Origin.ANEW
-
-    def _measure_anew(self) -> None:
-        """The profile is of other steps than those that are trained. On all ranks."""
-        self._plan_anew()
-        self._stage, self._num_measured, self._blocks = _Stage.MEASURES, 0, ()
-        self._update_rate = self._sum_rate = 0.0
-        self._record_next()
 
     def _recorded(self) -> tuple[BlockCost, ...]:
         """What mode "auto" saw of the first forward; empty without it."""
@@ -441,7 +439,7 @@ class RunPlan:
         barrier()  # all probe storage at once, so each sees its own share of a disk
         found: RunProfile | None = None
         if not times.num_forwards or self._update_rate <= 0 or times.forward_secs <= 0 or times.backward_secs <= 0:
-            told = "no plan: the second step had no forward, backward or update that could be timed"
+            told = "nothing was measured: the second step had no forward, backward or update that could be timed"
             log_once(logging.INFO, told, on_any_rank=True)
         else:
             try:
@@ -449,17 +447,21 @@ class RunPlan:
                 up, down = probe_link(state.device, self._link_bytes())
                 found = self._profile_of(times, self._update_rate, storage, up, down)
             except (FuyouError, OSError, RuntimeError, MemoryError) as error:  # the other ranks wait for an answer
-                told = f"no plan: the lanes could not be measured ({error}); training goes on without"
+                plan = "without a plan" if self.profile is None else "by what was measured before"
+                told = f"the lanes could not be measured ({error}); training goes on {plan}"
                 log_once(logging.WARNING, told, on_any_rank=True)
         self._leave_out(time.perf_counter() - began, LaneTimes.of(state).since(now))
         every = of_every_rank(found)
         if any(one is None for one in every):
-            self._stage, self.profile = _Stage.RUNS, None
+            self._stage, self._origin = _Stage.RUNS if self.profile is None else self._planning(), _Origin.ANEW
             return
-        self._stage, self._origin = self._planning(), _Origin.HERE
+        self._stage = self._planning()
         self.profile = replace(slowest([one for one in every if one is not None]), blocks=of_rank_0(self._blocks))
         self._measured_rates, self._left = self.profile.storage, {}
-        if current_rank() == 0:
+        # The next run may begin with the batches of a profile that was scaled; and a checkpoint slows what is timed.
+        is_kept = (self._kept is None or self._origin is not _Origin.ANEW) and not self._is_beside_snapshot
+        self._origin = _Origin.HERE if is_kept else _Origin.ANEW
+        if is_kept and current_rank() == 0:
             self._kept = self.profile
             self._keep()
 
@@ -646,7 +648,8 @@ class RunPlan:
             if rank == 0 or finding.cause.replans:  # what is no reason to plan anew all ranks would say
                 who = f" of rank {rank}" if rank else ""
                 get_logger().warning("step %d%s departs from the plan: %s", self._num_steps, who, finding.text)
-        self._drop_kept(found)
+        if self._origin is _Origin.EARLIER and any(one.cause in (Cause.STEP, Cause.COMPUTE) for one in found):
+            self._drop_kept()
         replans = [finding for finding in found if finding.cause.replans]
         if not replans or self.profile is None:
             return False
@@ -674,17 +677,20 @@ class RunPlan:
         self._clip_patience *= 2  # as with what else keeps changing
         return True
 
-    def _drop_kept(self, findings: Sequence[Finding]) -> None:
-        """A profile of an earlier run that no longer tells how long a step takes is measured again by the next run, as
-        is one of this run that never did.
+    def _drop_mismeasured(self) -> None:
+        """Once in a run, on all ranks: compute of the profile was never a step's usual one. What is kept of another
+        batch, for which it was scaled, is none the worse for that.
         """
-        causes = {found.cause for found in findings}
-        is_outdated = self._origin is _Origin.EARLIER and not causes.isdisjoint((Cause.STEP, Cause.COMPUTE))
-        if not is_outdated and Cause.LESS_COMPUTE not in causes:
-            return
-        if current_rank() == 0 and forget_profile(self._facts.machine, self._facts.model):
-            self._kept = None
+        self._may_measure_anew = False
+        kept, profile = self._kept, self.profile
+        if kept is None or profile is None or not is_another(kept.num_elements, profile.num_elements):
+            self._drop_kept()
+
+    def _drop_kept(self) -> None:
+        """A profile that does not tell how long a step takes is measured again by the next run."""
+        if self._kept is not None and forget_profile(self._facts.machine, self._facts.model):
             get_logger().info("the kept profile no longer holds: it is dropped, and the next run measures again")
+        self._kept = None
 
 
 def storage_rates(lanes: LaneTimes) -> StorageRates | None:
