@@ -54,11 +54,11 @@ class Cause(enum.Enum):
     @property
     def replans(self) -> bool:
         """Whether a plan made anew would be another one."""
-        return self is Cause.WORKLOAD or self.lane in (Cause.READS, Cause.WRITES)
+        return self is Cause.WORKLOAD or self.kind in (Cause.READS, Cause.WRITES)
 
     @property
-    def lane(self) -> Cause:
-        """By which a lane is known whose rate is another, slower or faster."""
+    def kind(self) -> Cause:
+        """The same of storage that is slower as of storage that is faster again."""
         return {Cause.READS_AGAIN: Cause.READS, Cause.WRITES_AGAIN: Cause.WRITES}.get(self, self)
 
 
@@ -150,7 +150,7 @@ class LaneWatch:
             lasting = [cause for cause in lasting if cause is not Cause.STEP]  # the others explain it
         findings = [self._finding(cause) for cause in lasting if cause not in self.told]
         self.told.update(lasting)
-        self._usual.update({found.cause.lane: found.measured for found in findings if found.cause.lane in _RATES})
+        self._usual.update({found.cause.kind: found.measured for found in findings if found.cause.kind in _RATES})
         return findings
 
     def _note_first(self, measured: StepMeasurement) -> None:
@@ -191,7 +191,7 @@ class LaneWatch:
 
 
 _RATES = (Cause.READS, Cause.WRITES, Cause.UPDATES)
-_AGAIN = {cause.lane: cause for cause in (Cause.READS_AGAIN, Cause.WRITES_AGAIN)}
+_AGAIN = {cause.kind: cause for cause in (Cause.READS_AGAIN, Cause.WRITES_AGAIN)}
 
 
 def _rate_of(cause: Cause, step: StepMeasurement) -> float:
@@ -208,12 +208,10 @@ def _text(cause: Cause, expected: float, measured: float, steps: int) -> str:
     lasting = f"in {steps} steps in a row"
     if cause is Cause.WORKLOAD:
         return f"micro-batches have {measured:.0f} elements {lasting}, the plan was made for {expected:.0f}"
-    if cause in (Cause.READS, Cause.WRITES):
-        return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, at first it was {expected / 1e9:.2f} GB/s"
-    if cause.lane in (Cause.READS, Cause.WRITES):
-        return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, lately it was {expected / 1e9:.2f} GB/s"
+    if cause.kind in (Cause.READS, Cause.WRITES):
+        return f"{cause.value}: {measured / 1e9:.2f} GB/s {lasting}, until then it was {expected / 1e9:.2f} GB/s"
     if cause is Cause.UPDATES:
-        return f"{cause.value}: {measured / 1e6:.0f} M parameters/s {lasting}, at first it was {expected / 1e6:.0f} M"
+        return f"{cause.value}: {measured / 1e6:.0f} M parameters/s {lasting}, until then it was {expected / 1e6:.0f} M"
     if cause is Cause.BYTES:
         return f"{cause.value}: {measured / 1e9:.2f} GB a step {lasting}, planned were {expected / 1e9:.2f} GB"
     gap = 100 * (measured / expected - 1)
@@ -224,9 +222,9 @@ def left_of_storage(left: Mapping[Cause, float], findings: Iterable[Finding]) ->
     """What is left of each direction's measured rate, by what was left of it and what has been found since."""
     found = dict(left)
     for finding in findings:
-        lane = finding.cause.lane
-        if lane in (Cause.READS, Cause.WRITES):
-            found[lane] = min(1.0, found.get(lane, 1.0) * finding.ratio)
+        kind = finding.cause.kind
+        if kind in (Cause.READS, Cause.WRITES):
+            found[kind] = min(1.0, found.get(kind, 1.0) * finding.ratio)
     return found
 
 

@@ -69,7 +69,7 @@ def test_a_lane_is_measured_against_its_own_first_steps() -> None:
     _steps(watch, GOOD, LASTING)
     (finding,) = _steps(watch, replace(GOOD, write_secs=2.8), 20)
     assert (finding.cause, finding.ratio) == (Cause.WRITES, 0.5)
-    assert "0.43 GB/s in 5 steps in a row, at first it was 0.86 GB/s" in finding.text
+    assert "0.43 GB/s in 5 steps in a row, until then it was 0.86 GB/s" in finding.text
     assert finding.cause.replans
     later = LaneWatch(predicted(), 4.0, 200, watch.usual())
     assert _steps(later, replace(GOOD, write_secs=2.8), 20) == [], "what was told is what a new plan counts on"
@@ -147,7 +147,7 @@ def test_storage_that_was_found_slower_is_found_faster_again_when_that_lasts() -
     (finding,) = _steps(watch, fast, 1)
     assert (finding.cause, finding.ratio) == (Cause.WRITES_AGAIN, pytest.approx(2, rel=0.01))
     assert finding.cause.replans
-    assert "0.86 GB/s in 10 steps in a row, lately it was 0.43 GB/s" in finding.text
+    assert "0.86 GB/s in 10 steps in a row, until then it was 0.43 GB/s" in finding.text
     assert watch.usual()[Cause.WRITES] == finding.measured
 
 
