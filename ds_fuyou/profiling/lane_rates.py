@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -28,22 +28,21 @@ _NUM_IN_FLIGHT = 4
 _LINK_ROUNDS = 3
 _SHORT_BYTES = 64 << 20  # a stall of the disk would count for much
 _COMPARED_BYTES, _COMPARED_TRANSFER = 32 << 20, 4 << 20
+_Kind = Callable[..., Transfer]  # of a lane
 
 
 def probe_storage(io: IoLane, paths: Sequence[Path], num_bytes: int, transfer_bytes: int) -> StorageRates:
     """Writes, reads and does both by turns, ``num_bytes`` each, in transfers of ``transfer_bytes`` (a multiple of 4096)
-    in nameless files; the better of two rounds where they are short. Several paths are measured at once, since they may
-    share a device or what it is reached by, and added up.
+    in nameless files; the better of two rounds where they are short. Several paths do the same at once, since they may
+    share a device or what it is reached by, and are added up.
 
     Raises:
         FuyouStorageError: a path is not writable, or a transfer fails.
     """
     before = resource.getrusage(resource.RUSAGE_SELF)
-    with starting_threads(), ThreadPoolExecutor(len(paths), "fuyou-probe") as threads:
-        found = list(threads.map(lambda path: _probe_path(io, path, num_bytes, transfer_bytes), paths))
+    write, read, mixed = _rates(io, paths, num_bytes, transfer_bytes)
     after = resource.getrusage(resource.RUSAGE_SELF)
     cpu_secs = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    write, read, mixed = (sum(rates[place] for rates in found) for place in range(3))
     moved = (2.0 + 3.0 * _rounds(num_bytes)) * num_bytes * len(paths)
     return StorageRates(read, write, mixed, cpu_secs / moved, float(num_bytes))
 
@@ -54,30 +53,41 @@ def path_rates(io: IoLane, path: Path) -> tuple[float, float]:
     Raises:
         FuyouStorageError: the path is not writable, or a transfer fails.
     """
-    write, read = _probe_path(io, path, _COMPARED_BYTES, _COMPARED_TRANSFER, is_mixed_wanted=False)
+    write, read = _rates(io, [path], _COMPARED_BYTES, _COMPARED_TRANSFER, is_mixed_wanted=False)
     return write, read
 
 
-def _probe_path(
-    io: IoLane, path: Path, num_bytes: int, transfer_bytes: int, *, is_mixed_wanted: bool = True
+def _rates(
+    io: IoLane, paths: Sequence[Path], num_bytes: int, transfer_bytes: int, *, is_mixed_wanted: bool = True
 ) -> tuple[float, ...]:
-    """(write, read, mixed) bytes a second, or the first two."""
+    """(write, read, mixed) bytes a second of all paths together, or the first two."""
+    with ExitStack() as ends, starting_threads(), ThreadPoolExecutor(len(paths), "fuyou-probe") as threads:
+        files = [ends.enter_context(_file(io, path, num_bytes, transfer_bytes)) for path in paths]
+
+        def moved(*kinds: _Kind) -> float:
+            return sum(threads.map(lambda file: _moved(kinds, *file), files))
+
+        def rate(*kinds: _Kind) -> float:
+            return max(moved(*kinds) for _ in range(_rounds(num_bytes)))
+
+        moved(IoLane.write)  # allocates
+        write = rate(IoLane.write)
+        moved(IoLane.read)  # waits for what a disk has said to be written and is still writing
+        read = rate(IoLane.read)
+        return (write, read, rate(IoLane.read, IoLane.write)) if is_mixed_wanted else (write, read)
+
+
+@contextmanager
+def _file(
+    io: IoLane, path: Path, num_bytes: int, transfer_bytes: int
+) -> Iterator[tuple[IoLane, list[torch.Tensor], list[Extent]]]:
+    """A lane to a nameless file, memory for its transfers, and their places there."""
     fd = open_anonymous(path, "measure storage")
-    lane = io.sharing(lambda _: path)
-    blocks = [aligned_tensor(transfer_bytes) for _ in range(_NUM_IN_FLIGHT)]
     try:
-        places = range(max(_NUM_IN_FLIGHT, num_bytes // transfer_bytes))
-        preallocate(fd, len(places) * transfer_bytes)
-        extents = [Extent(fd, place * transfer_bytes, transfer_bytes) for place in places]
-
-        def rate(*kinds: Callable[..., Transfer]) -> float:
-            return max(_moved(blocks, extents, kinds) for _ in range(_rounds(num_bytes)))
-
-        _moved(blocks, extents, (lane.write,))  # allocates
-        write = rate(lane.write)
-        _moved(blocks, extents, (lane.read,))  # waits for what a disk has said to be written and is still writing
-        read = rate(lane.read)
-        return (write, read, rate(lane.read, lane.write)) if is_mixed_wanted else (write, read)
+        num_places = max(_NUM_IN_FLIGHT, num_bytes // transfer_bytes)
+        preallocate(fd, num_places * transfer_bytes)
+        extents = [Extent(fd, place * transfer_bytes, transfer_bytes) for place in range(num_places)]
+        yield io.sharing(lambda _: path), [aligned_tensor(transfer_bytes) for _ in range(_NUM_IN_FLIGHT)], extents
     finally:
         os.close(fd)
 
@@ -86,14 +96,14 @@ def _rounds(num_bytes: int) -> int:
     return 2 if num_bytes <= _SHORT_BYTES else 1
 
 
-def _moved(blocks: Sequence[Any], extents: Sequence[Extent], kinds: Sequence[Callable[..., Transfer]]) -> float:
+def _moved(kinds: Sequence[_Kind], lane: IoLane, blocks: Sequence[torch.Tensor], extents: Sequence[Extent]) -> float:
     flights: list[Transfer | None] = [None] * _NUM_IN_FLIGHT
     begin = time.perf_counter()
     try:
         for index, extent in enumerate(extents):
             place = index % _NUM_IN_FLIGHT
             _finish(flights[place])
-            flights[place] = kinds[index % len(kinds)]([extent], blocks[place], "measuring storage")
+            flights[place] = kinds[index % len(kinds)](lane, [extent], blocks[place], "measuring storage")
         for flight in flights:
             _finish(flight)
     finally:  # whatever failed: nobody may still use the memory and the descriptor

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +46,29 @@ def test_paths_are_measured_at_once_and_added_up(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(lane_rates, "_moved", moved)
     both = probe_storage(io, [tmp_path, second], 1 << 20, 256 << 10)
     assert (both.read, both.write, both.mixed) == (2e9, 2e9, 2e9)
+    io.close()
+
+
+def test_paths_do_the_same_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow one of them is."""
+    io, second, lock = IoLane(IoSettings(), lambda fd: tmp_path), tmp_path / "second", threading.Lock()
+    second.mkdir()
+    running: dict[int, list[str]] = {}
+
+    def moved(kinds: Any, _lane: object, _blocks: object, extents: Any) -> float:
+        fd = extents[0].fd
+        with lock:
+            running[fd] = [kind.__name__ for kind in kinds]
+            assert all(names == running[fd] for names in running.values())
+        time.sleep(0.01 * (fd == files[0]))
+        with lock:
+            del running[fd]
+        return 1e9
+
+    files, opened = list[int](), lane_rates.open_anonymous
+    monkeypatch.setattr(lane_rates, "open_anonymous", lambda *asked: files.append(opened(*asked)) or files[-1])
+    monkeypatch.setattr(lane_rates, "_moved", moved)
+    probe_storage(io, [tmp_path, second], 1 << 20, 256 << 10)
     io.close()
 
 
