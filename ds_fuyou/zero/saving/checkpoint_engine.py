@@ -263,22 +263,20 @@ def _save(
     parts = Parts(folder / hidden, folder / name, dist.get_rank(), makers, latest, lock)
     state: CheckpointState = engine.optimizer.checkpoint_state
     save: Save | None = None
-    core = engine.optimizer.rank_state.core
     try:
         with _streaming(engine) as writer:
             _settle(_outcome(state.keep), str(folder / name), undo=parts.discard)
             result = saved(tag=hidden if folder == Path(save_dir) else os.fspath(folder / hidden), save_latest=False)
             _settle(writer.failure, str(folder / name), undo=parts.discard)
-            save = Save(str(folder / name), writer.files, state.snapshot, parts)
+            save = state.save = Save(str(folder / name), writer.files, state.snapshot, parts)
+            engine.optimizer.rank_state.core.finish_first = save.finish
             for edits_wait_for in writer.read_behind:
                 edits_wait_for(save.wait)
-        state.save, core.finish_first = save, save.finish
         save.start(publishes=behind)
     except BaseException:
         if save is None:
             parts.end()
-        else:  # all ranks wait for it together
-            state.save, core.finish_first = save, save.finish
+        else:  # all ranks wait for it together, and none finds it missing
             save.drop()
         raise
     if not behind:
