@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -113,6 +114,16 @@ class _Anew(enum.IntEnum):
     """These are decided anew, too."""
     ALL = 3
     """The next steps measure, as a first run's do."""
+
+
+class _Counters(NamedTuple):
+    """Since the start. ``num_ended``: snapshots that have."""
+
+    secs: float
+    lanes: LaneTimes
+    num_updated: int
+    work: ActivationWork
+    num_ended: int
 
 
 class RunPlan:
@@ -214,20 +225,23 @@ class RunPlan:
         """A plan is to be made: once activations have their fates for a whole step."""
         return _Stage.PLANS if self.auto is None or self.auto.is_decided else _Stage.SETTLES
 
-    def _look(self) -> tuple[float, LaneTimes, int, ActivationWork, int]:
-        """Counters since the start; the last one, of snapshots that have ended."""
+    def _look(self) -> _Counters:
         state = self._state
         session, work = state.activations, ActivationWork()
         if session is not None:
             work = ActivationWork(session.counters.written_bytes, session.num_forwards)
-        num_updated = state.core.pipeline.stats().num_updated_elements
-        num_ended = state.core.num_snapshots - state.core.has_snapshot
-        return time.perf_counter(), LaneTimes.of(state), num_updated, work, num_ended
+        return _Counters(
+            secs=time.perf_counter(),
+            lanes=LaneTimes.of(state),
+            num_updated=state.core.pipeline.stats().num_updated_elements,
+            work=work,
+            num_ended=state.core.num_snapshots - state.core.has_snapshot,
+        )
 
     @property
     def _is_beside_snapshot(self) -> bool:
         """Whether states were copied for a checkpoint within the step that ends, or since the one before."""
-        return self._state.core.num_snapshots > self._at[-1]
+        return self._state.core.num_snapshots > self._at.num_ended
 
     # ---- told by the optimizer ----------------------------------------------------------------------------
 
@@ -421,7 +435,7 @@ class RunPlan:
         """The first step also builds what later ones use again; the second is timed. On all ranks."""
         state = self._state
         state.core.wait_all()
-        _, lanes, updated, *_ = self._at
+        lanes, updated = self._at.lanes, self._at.num_updated
         now, num_updated = LaneTimes.of(state), state.core.pipeline.stats().num_updated_elements
         if now.update_secs > lanes.update_secs:  # the better of both: either is a short look at a shared machine
             rate = (num_updated - updated) / (now.update_secs - lanes.update_secs)
@@ -530,7 +544,7 @@ class RunPlan:
     def _begin(self, profile: RunProfile) -> None:
         """Predicts, tells, and watches from the next step on."""
         state = self._state
-        work, before = self._look()[3], self._at[3]
+        work, before = self._look().work, self._at.work
         moved = ActivationWork(
             work.written_bytes - before.written_bytes,
             work.num_forwards - before.num_forwards,
@@ -576,11 +590,11 @@ class RunPlan:
 
     def _of_this_step(self, times: StepTimes) -> RunProfile | None:
         """Where profiles are not kept: what the lanes did in the step that ends now."""
-        state, (_, before, num_before, *_) = self._state, self._at
-        lanes = LaneTimes.of(state).since(before)
+        state = self._state
+        lanes = LaneTimes.of(state).since(self._at.lanes)
         if not times.num_forwards or times.forward_secs <= 0 or times.backward_secs <= 0:
             return None
-        updated = state.core.pipeline.stats().num_updated_elements - num_before
+        updated = state.core.pipeline.stats().num_updated_elements - self._at.num_updated
         never = float("inf")
         update_rate = updated / lanes.update_secs if updated and lanes.update_secs > 0 else never
         return self._profile_of(times, update_rate, storage_rates(lanes), never, never)
@@ -624,13 +638,12 @@ class RunPlan:
         """
         if self._is_beside_snapshot:
             return False
-        began, lanes, updated, *_ = self._at
-        now, current, num_updated, *_ = self._look()
-        step = current.since(lanes)
+        before, now = self._at, self._look()
+        step = now.lanes.since(before.lanes)
         self._threads.append(times.thread)
         found = watch.step(
             StepMeasurement(
-                secs=now - began,
+                secs=now.secs - before.secs,
                 outside_secs=times.outside_secs,
                 compute_secs=times.forward_secs + times.backward_secs,
                 read_secs=step.read_secs,
@@ -638,7 +651,7 @@ class RunPlan:
                 update_secs=step.update_secs,
                 read_bytes=step.read_bytes,
                 write_bytes=step.write_bytes,
-                num_updated=num_updated - updated,
+                num_updated=now.num_updated - before.num_updated,
                 num_elements=times.num_elements,
             )
         )
