@@ -43,6 +43,9 @@ _ACTIVATION_COPIES = {"gelu_new": 6, "gelu_fast": 12, "quick_gelu": 2, "relu": -
 _ROW_BYTES = 8
 """Of a row of a norm: mean and scale."""
 
+_CHOICE_BYTES = 4 * 8 + 2 * 4
+"""Of an expert that a token goes to: four numbers of places in int64, its weight and what that was made of in fp32."""
+
 _ALIASES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "depth"),
     "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads"),
@@ -340,7 +343,7 @@ def _experts(config: _Config) -> Mlp:
     stacked = {"bias": bias, "copies": number, "used": active, "linear": False}
     up, down = [Matrix(hidden, 2 * width, **stacked)], [Matrix(width, hidden, **stacked)]
     router = [Matrix(hidden, number, bias, linear=False)]
-    copied: float = active * (_mlp_copies(config, width, True) + 4 * hidden + 40) + 4 * number
+    copied: float = active * (_mlp_copies(config, width, True) + 4 * hidden + _CHOICE_BYTES) + 4 * number
     if says.get("chosen_in_fp32"):
         copied += 4 * hidden
     beside = config.size(says["shared_width"]) if "shared_width" in says else 0
