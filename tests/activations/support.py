@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -29,7 +30,10 @@ from ds_fuyou.storage.io import IoLane, IoSettings
 from ds_fuyou.storage.swap_space import SwapSpace
 from ds_fuyou.telemetry.trace import LaneTrace
 
-__all__ = ["MIB", "Attached", "Plain", "ResidentParameters", "attached", "gradients", "must_agree", "profile_blocks"]
+__all__ = [
+    *("MIB", "Attached", "Plain", "ResidentParameters"),
+    *("attached", "gradients", "interrupted", "must_agree", "profile_blocks"),
+]
 
 MIB = 1024 * 1024
 
@@ -195,6 +199,18 @@ def gradients(model: nn.Module, step: Step) -> list[torch.Tensor | None]:
     torch.manual_seed(7)
     step(model)
     return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def interrupted(model: nn.Module, step: Step, part: nn.Module) -> None:
+    """``step`` until Ctrl-C comes as a part of the model begins: no Exception, so PyTorch runs no hooks after it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = part.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(model)
+    handle.remove()
 
 
 def must_agree(

@@ -18,7 +18,7 @@ from ds_fuyou.ops.core import load_core
 from ds_fuyou.storage import swap_space
 from ds_fuyou.storage.io import Transfer
 from ds_fuyou.storage.swap_space import SwapSpace
-from tests.activations.support import MIB, Attached, Plain, attached, gradients, must_agree
+from tests.activations.support import MIB, Attached, Plain, attached, gradients, interrupted, must_agree
 
 SMALL = 256 * 1024
 
@@ -128,22 +128,10 @@ def test_an_exception_in_forward_leaves_nothing(model: nn.Module, tmp_path: Path
         agrees_again(swapped, expected)
 
 
-def interrupted(model: nn.Module) -> None:
-    """Ctrl-C is no Exception, so PyTorch runs no hooks after it."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handle = model.blocks[1].register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(ids())
-    handle.remove()
-
-
 def test_an_interrupt_is_cleaned_up_at_the_end_of_the_step(model: nn.Module, tmp_path: Path) -> None:
     expected = gradients(copy.deepcopy(model), train)
     with attached(model, tmp_path) as swapped:
-        interrupted(model)
+        interrupted(model, train, model.blocks[1])
         swapped.session.end_step()
         assert not swapped.session.is_open
         agrees_again(swapped, expected)
@@ -156,7 +144,7 @@ def test_the_forward_after_an_interrupt_is_swapped(model: nn.Module, tmp_path: P
     expected = gradients(copy.deepcopy(model), train)
     with attached(model, tmp_path) as swapped:
         with torch.set_grad_enabled(not evaluates):
-            interrupted(model)
+            interrupted(model, train, model.blocks[1])
         with torch.no_grad():
             model(ids())
         assert not swapped.session.is_open

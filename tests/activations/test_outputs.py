@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ds_fuyou.activations.blocks import find_blocks
 from ds_fuyou.activations.calls import OperatorCall
 from ds_fuyou.activations.policy import BlockFate, Fate
-from tests.activations.support import Attached, Plain, attached, gradients, profile_blocks
+from tests.activations.support import Attached, Plain, attached, gradients, interrupted, profile_blocks
 
 SMALL = 256 * 1024
 AROUND = {"": BlockFate(Fate.SWAP)}
@@ -636,16 +636,10 @@ def test_no_part_of_a_model_keeps_a_cache_while_blocks_are_recomputed(tmp_path: 
             self.seen.append(self.config.use_cache)
             return self.part(ids)
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     model = Part(Part(Plain())).train()
     with attached(model, tmp_path, recompute=lambda name: True):
         train(model)
-        handle = model.part.part.register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            train(model)
-        handle.remove()
+        interrupted(model, train, model.part.part)
         model.eval()
         train(model)
     assert [part.seen for part in (model, model.part)] == [[False, False, True]] * 2

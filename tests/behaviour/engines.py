@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import json
@@ -29,6 +28,7 @@ from tests.harness.limits import HANG_SECS
 from tests.harness.models import build_model, make_batch
 from tests.harness.plans import plan_document
 from tests.harness.runner import ds_config
+from tests.harness.script_actions import fail_in_forward
 from tests.parity.cases import block
 
 
@@ -336,14 +336,6 @@ def ends_badly(engine: Any) -> str:
     return "nothing"
 
 
-def fails_in_forward(engine: Any) -> None:
-    """As a trial ends that has no memory left."""
-    handle = engine.module.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
-        engine(**make_batch({}, 0, 0))
-    handle.remove()
-
-
 def freed(swap: str, tiers: str) -> dict[str, Any]:
     """What is left after destroy(), the engine still referenced, and without one; and memory over many engines."""
     wide = {"width": 512, "num_layers": 4}  # 9 million parameters
@@ -359,7 +351,7 @@ def freed(swap: str, tiers: str) -> dict[str, Any]:
         ctypes.CDLL(None).malloc_trim(0)  # holes of the heap are nobody's
         sizes.append(resident_bytes())
         if index == 2:
-            fails_in_forward(engine)
+            fail_in_forward(engine, make_batch({}, 0, 0))  # as a trial ends that has no memory left
         if index < 5:
             engine.destroy()
         else:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.device.parity import case_of, fuyou_of
 from tests.harness.runner import differences, start_case, with_fuyou
+from tests.parity.test_moves import moving
 
 SLOW = {
     "up": {"slow_up_secs": 0.004},
@@ -39,8 +40,10 @@ FEW_LIVE["config"]["zero_optimization"] |= {
     "stage3_prefetch_bucket_size": 10_000,
     "stage3_max_reuse_distance": 10_000,
 }
-MOVES = {"move_after": {"1": 0.7, "5": 0.0}, "move_bytes": 600_000}
-MOVES |= {"params_after": {"1": 0.6, "3": 1.0, "5": 0.0}, "grads_after": {"2": 1.0, "4": 0.0, "6": 0.5}}
+MOVES = moving(
+    {"params_after": {"1": 0.6, "3": 1.0, "5": 0.0}, "grads_after": {"2": 1.0, "4": 0.0, "6": 0.5}},
+    {"1": 0.7, "5": 0.0},
+)
 # A script, where what it trains lies, and what of that moves.
 RUNS: tuple[tuple[dict, tuple[str, str, str, int, str], dict], ...] = (
     # everything away, with room for two parameters that were read
